@@ -1,0 +1,1 @@
+"""Train models that do not fit one accelerator."""

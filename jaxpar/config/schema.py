@@ -1,0 +1,342 @@
+"""Every key of a run's configuration, with its type, default, unit and meaning: the docstrings below are the `--help` text.
+
+A section is a frozen pydantic model that forbids unknown keys. A variant (`[optimizer] name = "..."`) is a tagged union whose
+members own their keys. Values that must agree across sections are checked in `jaxpar.plan.make_plan`, not here.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
+
+__all__ = ["Config", "DataConfig", "OptimizerConfig", "ScheduleConfig", "Section", "SourceConfig", "TokenizerConfig"]
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+AxisSize = Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}})]
+
+
+class Section(BaseModel):
+    """A frozen group of keys in which an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class RunConfig(Section):
+    """Where a run lives and what makes it reproducible."""
+
+    dir: str = "runs/default"
+    """Directory of the run: resolved configuration, metrics, checkpoints. A run found there is continued."""
+    seed: NonNegative = 0
+    """Seed of initial weights, dropout and the order of the data."""
+
+
+class PackagedSource(Section):
+    """The corpus that ships with jaxpar: 233 State of the Union addresses, 10.8 MB of English."""
+
+    name: Literal["packaged"] = "packaged"
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the mixture, relative to the other sources' weights."""
+
+
+class TextSource(Section):
+    """Text files: one document a .txt file, one a line of a .jsonl file, one a row of a .parquet file."""
+
+    name: Literal["text"] = "text"
+    paths: tuple[str, ...] = Field(strict=False)
+    """Files or glob patterns; .txt, .jsonl and .parquet, the first two also as .gz, .xz or .zst."""
+    text_key: str = "text"
+    """Key (jsonl) or column (parquet) that holds a document's text."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the mixture, relative to the other sources' weights."""
+
+
+class TokenFileSource(Section):
+    """Pre-tokenised .bin files as nanoGPT (raw uint16) and llm.c (1024-byte header) write them."""
+
+    name: Literal["token_files"] = "token_files"
+    paths: tuple[str, ...] = Field(strict=False)
+    """Files or glob patterns."""
+    format: Literal["nanogpt", "llm.c"] = "nanogpt"
+    """Layout of the files."""
+    end_of_text: int = -1
+    """Token id that ends a document; -1 means the tokenizer's."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the mixture, relative to the other sources' weights."""
+
+
+class MegatronSource(Section):
+    """Pre-tokenised pairs PREFIX.bin and PREFIX.idx as Megatron-LM writes them."""
+
+    name: Literal["megatron"] = "megatron"
+    prefixes: tuple[str, ...] = Field(strict=False)
+    """Paths without the .bin and .idx endings."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the mixture, relative to the other sources' weights."""
+
+
+SourceConfig = Annotated[PackagedSource | TextSource | TokenFileSource | MegatronSource, Field(discriminator="name")]
+
+
+class ByteTokenizer(Section):
+    """UTF-8 bytes: 256 tokens and an end of text."""
+
+    name: Literal["bytes"] = "bytes"
+
+
+class BpeTokenizer(Section):
+    """Byte-level byte-pair encoding, trained once on the training documents and cached."""
+
+    name: Literal["bpe"] = "bpe"
+    vocab_size: Annotated[int, Field(ge=257)] = 4096
+    """Number of entries, the 256 bytes and the end of text among them."""
+
+
+class HuggingFaceTokenizer(Section):
+    """A `tokenizer.json` file of the Hugging Face tokenizers library."""
+
+    name: Literal["huggingface"] = "huggingface"
+    path: str
+    """The file."""
+    end_of_text: str = ""
+    """Token that ends a document; empty means the first of <|endoftext|>, </s>, <|end_of_text|>, <eos> that the file has."""
+
+
+class TiktokenTokenizer(Section):
+    """A tiktoken rank file (base64 token and rank on each line)."""
+
+    name: Literal["tiktoken"] = "tiktoken"
+    path: str
+    """The file."""
+    pattern: str = "gpt2"
+    """How text is split before merging: "gpt2", "cl100k", or a regular expression."""
+
+
+TokenizerConfig = Annotated[
+    ByteTokenizer | BpeTokenizer | HuggingFaceTokenizer | TiktokenTokenizer, Field(discriminator="name")
+]
+
+
+class DataConfig(Section):
+    """What the model reads."""
+
+    sequence_length: Positive = 512
+    """Tokens in one sequence of the batch."""
+    sources: tuple[SourceConfig, ...] = Field(default=(PackagedSource(),), min_length=1, strict=False)
+    """Where documents come from; several sources are mixed by their weights."""
+    tokenizer: TokenizerConfig = BpeTokenizer()
+    """How text becomes tokens."""
+    document_boundaries: Literal["respect", "ignore"] = "respect"
+    """"respect": attention stays within a document and positions restart; "ignore": a sequence is one stretch of text."""
+    holdout_every: Annotated[int, Field(ge=0)] = 10
+    """Documents 0, n, 2n, ... of each source are held out for evaluation; 0 holds out none."""
+    cache_dir: str = ".cache/jaxpar"
+    """Where trained tokenizers and tokenised text are kept, keyed by content."""
+    prefetch: NonNegative = 2
+    """Batches prepared ahead of the step."""
+
+
+class TrainConfig(Section):
+    """How long and how much at once."""
+
+    num_steps: Positive = 1000
+    """Optimizer steps."""
+    batch_size: Positive = 32
+    """Sequences in the global batch, over all devices."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this global norm; `inf` switches clipping off."""
+
+
+class LossConfig(Section):
+    """Cross-entropy over the vocabulary."""
+
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the squared log-partition function, which keeps logits near zero (PaLM, section 5)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the target's probability that is spread evenly over the vocabulary."""
+    chunk_tokens: NonNegative = 1024
+    """Tokens a device projects onto the vocabulary at once; 0 projects all of them at once."""
+
+
+class AdamW(Section):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
+
+    name: Literal["adamw"] = "adamw"
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decay of parameters with two or more dims, times the learning rate."""
+    no_decay: tuple[str, ...] = Field(default=(), strict=False)
+    """Further parameters without decay: glob patterns over paths such as "embed/*"; one that matches nothing is an error."""
+
+
+OptimizerConfig = AdamW
+
+
+class ConstantSchedule(Section):
+    """Warmup, then the peak learning rate."""
+
+    name: Literal["constant"] = "constant"
+    warmup_steps: NonNegative = 0
+    """Steps over which the rate rises linearly from 0."""
+
+
+class CosineSchedule(Section):
+    """Warmup, then half a cosine down to the final rate at `train.num_steps`."""
+
+    name: Literal["cosine"] = "cosine"
+    warmup_steps: NonNegative = 100
+    """Steps over which the rate rises linearly from 0."""
+    final_fraction: Fraction = 0.1
+    """Final rate as a fraction of the peak."""
+
+
+class LinearSchedule(Section):
+    """Warmup, then a straight line down to the final rate at `train.num_steps`."""
+
+    name: Literal["linear"] = "linear"
+    warmup_steps: NonNegative = 100
+    """Steps over which the rate rises linearly from 0."""
+    final_fraction: Fraction = 0.0
+    """Final rate as a fraction of the peak."""
+
+
+class WsdSchedule(Section):
+    """Warmup, stable, decay (Hu 2024): the peak rate, then a straight line over the last steps."""
+
+    name: Literal["wsd"] = "wsd"
+    warmup_steps: NonNegative = 100
+    """Steps over which the rate rises linearly from 0."""
+    decay_steps: Positive = 100
+    """Steps at the end over which the rate falls."""
+    final_fraction: Fraction = 0.0
+    """Final rate as a fraction of the peak."""
+
+
+ScheduleConfig = Annotated[
+    ConstantSchedule | CosineSchedule | LinearSchedule | WsdSchedule, Field(discriminator="name")
+]
+
+
+class ParallelConfig(Section):
+    """How many devices each mesh axis has; the product is the number of devices."""
+
+    pipe: AxisSize = 1
+    """Pipeline stages."""
+    data: AxisSize = -1
+    """Replicas of the model, each with its part of the batch; -1 on one axis takes the devices that are left."""
+    fsdp: AxisSize = 1
+    """Devices that share one replica's parameters and optimizer state, each with its part of the batch (ZeRO-3)."""
+    expert: AxisSize = 1
+    """Devices that share the experts."""
+    context: AxisSize = 1
+    """Devices that share a sequence."""
+    tensor: AxisSize = 1
+    """Devices that share each layer's heads, feed-forward width and vocabulary (Megatron)."""
+    sequence_parallel: bool = False
+    """Split the residual stream's sequence over `tensor` too, so that norms and dropout are not repeated (Korthikanti 2022)."""
+    simulated_devices: NonNegative = 0
+    """Simulate this many devices on the CPU; 0 uses the devices there are."""
+
+
+class PrecisionConfig(Section):
+    """Number formats. Parameters, norms, softmax and loss are float32."""
+
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """Format of activations and of the weights that meet them; products are summed in float32."""
+
+
+class RematConfig(Section):
+    """What is recomputed in the backward pass instead of kept."""
+
+    policy: Literal["none", "full", "dots"] = "none"
+    """"none" keeps every activation, "full" only each layer's input, "dots" the results of matrix products."""
+
+
+class KernelsConfig(Section):
+    """Which implementations run."""
+
+    attention: Literal["auto", "reference", "blockwise", "cudnn", "splash"] = "auto"
+    """"auto" takes the fastest for the backend and says which; "reference" holds all scores, "blockwise" one block of them."""
+    attention_block: Positive = 512
+    """Query and key tokens a block of the blockwise implementation."""
+
+
+class EvaluationConfig(Section):
+    """Loss on held-out documents, and a text sample."""
+
+    every_steps: NonNegative = 100
+    """Steps between evaluations; 0 evaluates only at the end."""
+    batch_size: NonNegative = 0
+    """Sequences evaluated at once, over all devices; 0 takes `train.batch_size`."""
+    sample_prompt: str = ""
+    """Start of a text that the model continues at the end of the run; empty writes none."""
+    sample_tokens: Positive = 100
+    """Tokens of the continuation."""
+    sample_temperature: Annotated[float, Field(ge=0)] = 0.8
+    """0 takes the likeliest token, 1 draws from the model's distribution."""
+
+
+class CheckpointConfig(Section):
+    """When the state is saved."""
+
+    every_steps: NonNegative = 0
+    """Steps between checkpoints; 0 saves only at the end and when stopped."""
+    keep: Positive = 3
+    """Newest checkpoints that are kept."""
+
+
+class LoggingConfig(Section):
+    """What a run shows and records."""
+
+    every_steps: Positive = 10
+    """Steps between lines of `metrics.jsonl`."""
+    progress: Literal["auto", "bar", "lines", "off"] = "auto"
+    """"auto" draws a bar on a terminal and prints lines elsewhere."""
+    tensorboard: bool = False
+    """Write TensorBoard events into the run's directory (extra `trackers`)."""
+    wandb_project: str = ""
+    """Send metrics to this Weights & Biases project (extra `trackers`); empty sends none."""
+
+
+class HardwareConfig(Section):
+    """What the machine can do, for utilisation figures."""
+
+    peak_tflops: Annotated[float, Field(ge=0)] = 0.0
+    """Peak of one device in TFLOP/s at the compute format; 0 takes the data sheet's figure, or measures a matrix product."""
+
+
+class RuntimeConfig(Section):
+    """What must be set before JAX starts; printed by the command line, ignored when jaxpar is used as a library."""
+
+    xla_flags: tuple[str, ...] = Field(default=("auto",), strict=False)
+    """Flags for XLA; "auto" stands for the ones known to be fastest on this backend and JAX version."""
+    compilation_cache: str = ".cache/jaxpar/compiled"
+    """Where compiled programs are kept between runs; empty keeps none."""
+
+
+class Config(Section):
+    """The whole configuration of a run."""
+
+    run: RunConfig = RunConfig()
+    model: SerializeAsAny[BaseModel]
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = AdamW()
+    schedule: ScheduleConfig = CosineSchedule()
+    parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    remat: RematConfig = RematConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    hardware: HardwareConfig = HardwareConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
