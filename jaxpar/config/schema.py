@@ -6,14 +6,22 @@ members own their keys. Values that must agree across sections are checked in `j
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializeAsAny
 
 __all__ = ["Config", "DataConfig", "OptimizerConfig", "ScheduleConfig", "Section", "SourceConfig", "TokenizerConfig"]
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-AxisSize = Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}})]
+
+
+def _not_zero(size: int) -> int:
+    if size == 0:
+        raise ValueError("must be a whole number > 0, or -1 for the devices that are left")
+    return size
+
+
+AxisSize = Annotated[int, AfterValidator(_not_zero), Field(ge=-1, json_schema_extra={"not": {"const": 0}})]
 
 
 class Section(BaseModel):
@@ -266,6 +274,8 @@ class KernelsConfig(Section):
     """"auto" takes the fastest for the backend and says which; "reference" holds all scores, "blockwise" one block of them."""
     attention_block: Positive = 512
     """Query and key tokens a block of the blockwise implementation."""
+    unroll_layers: bool = False
+    """Compile each layer for itself instead of one loop over layers: a little faster to run, slower to compile with depth."""
 
 
 class EvaluationConfig(Section):

@@ -1,0 +1,134 @@
+"""A decoder-only Transformer: embed, a stack of identical blocks, head. Shapes as in `jaxpar.models.layers`."""
+
+from typing import TypedDict
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxpar.models.config import TransformerConfig
+from jaxpar.models.layers import Attention, Embedding, FeedForward, Norm, dropout, rotary_angles
+from jaxpar.parallel.constrain import constrain
+from jaxpar.parallel.contract import gathered
+from jaxpar.parallel.layers import scan_layers
+from jaxpar.parallel.loss import FactoredLogits
+
+__all__ = ["Inputs", "Transformer"]
+
+
+class Inputs(TypedDict):
+    """What a model reads: int32 [B, T] each. Attention stays within equal segment ids; None means one segment a sequence."""
+
+    tokens: jax.Array
+    positions: jax.Array
+    segment_ids: jax.Array | None
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.attention_norm = Norm(config, config.embed_dim, "vector")
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = Norm(config, config.embed_dim, "vector")
+        self.mlp = FeedForward(config, rngs=rngs)
+        self.attention_post_norm = Norm(config, config.embed_dim, "vector") if config.post_norms else None
+        self.mlp_post_norm = Norm(config, config.embed_dim, "vector") if config.post_norms else None
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        rotary: tuple[jax.Array, jax.Array] | None,
+        segment_ids_BT: jax.Array | None,
+        window: int | None,
+        dropout_key: jax.Array | None,
+    ) -> jax.Array:
+        keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+        x_BTD = checkpoint_name(x_BTD, "layer_input")
+        h = checkpoint_name(constrain(self.attention_norm(x_BTD), ("batch", "sequence", "embed")), "attention_norm")
+        h = self.attention(h, rotary, segment_ids_BT, window)
+        x_BTD = self._add(x_BTD, h, self.attention_post_norm, keys[0])
+        h = checkpoint_name(constrain(self.mlp_norm(x_BTD), ("batch", "sequence", "embed")), "mlp_norm")
+        return self._add(x_BTD, self.mlp(h), self.mlp_post_norm, keys[1])
+
+    def _add(self, x_BTD: jax.Array, h_BTD: jax.Array, post_norm: Norm | None, key: jax.Array | None) -> jax.Array:
+        h_BTD = constrain(h_BTD, ("batch", "residual_sequence", "embed"))
+        h_BTD = h_BTD if post_norm is None else post_norm(h_BTD)
+        return constrain(x_BTD + dropout(h_BTD, self.config.dropout, key), ("batch", "residual_sequence", "embed"))
+
+
+class Transformer(nnx.Module):
+    """The model that a `TransformerConfig` describes. Calling it gives `FactoredLogits`."""
+
+    def __init__(
+        self, config: TransformerConfig, *, vocab_size: int, padded_vocab_size: int, sequence_length: int, rngs: nnx.Rngs
+    ):
+        self.config, self.vocab_size = config, vocab_size
+        dim, std = config.embed_dim, config.init_std
+        self.embedding = Embedding(vocab_size, padded_vocab_size, dim, std, rngs)
+        self.positions = _position_table(config, sequence_length, rngs) if config.positions == "learned" else None
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def make_blocks(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs=rngs)
+
+        self.blocks = make_blocks(rngs)
+        self.final_norm = Norm(config, dim, "vector")
+        self.output = None if config.tied else _output_kernel(config, vocab_size, padded_vocab_size, rngs)
+
+    def __call__(self, inputs: Inputs, *, dropout_key: jax.Array | None = None) -> FactoredLogits:
+        """Predictions for the token after each input token; with a dropout key as in training."""
+        keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+        return self.head(self.layers(self.embed(inputs, keys[0]), inputs, keys[1]))
+
+    def embed(self, inputs: Inputs, dropout_key: jax.Array | None = None) -> jax.Array:
+        """Token (and position) vectors [B, T, D]."""
+        x_BTD = self.embedding(inputs["tokens"])
+        if self.config.embed_scale:
+            x_BTD *= jnp.asarray(self.config.embed_dim**0.5, x_BTD.dtype)
+        if self.positions is not None:
+            x_BTD += jnp.take(gathered(self.positions[...], ("positions", "embed")), inputs["positions"], axis=0)
+        x_BTD = constrain(x_BTD, ("batch", "residual_sequence", "embed"))
+        return constrain(dropout(x_BTD, self.config.dropout, dropout_key), ("batch", "residual_sequence", "embed"))
+
+    def layers(self, x_BTD: jax.Array, inputs: Inputs, dropout_key: jax.Array | None = None) -> jax.Array:
+        """The blocks, one after the other."""
+        config = self.config
+        rotary = None
+        if config.positions == "rotary":
+            rotary = rotary_angles(inputs["positions"], config.head_width, config.rope_theta, config.rope_scaling)
+        structure, stacked = nnx.split(self.blocks)
+
+        def body(layer: nnx.State, x_BTD: jax.Array, extras: tuple, index: jax.Array, slot: int) -> jax.Array:
+            rotary, segment_ids, key = extras
+            layer_key = None if key is None else jax.random.fold_in(key, index)
+            return nnx.merge(structure, layer)(x_BTD, rotary, segment_ids, config.windows[slot] or None, layer_key)
+
+        extras = (rotary, inputs["segment_ids"], dropout_key)
+        return scan_layers(
+            body, x_BTD, stacked, extras, num_layers=config.num_layers, period=len(config.windows)
+        )
+
+    def head(self, x_BTD: jax.Array) -> FactoredLogits:
+        """Final norm, and the output kernel that is not multiplied out."""
+        hidden_BTD = constrain(self.final_norm(x_BTD), ("batch", "sequence", "embed"))
+        kernel_DV = self.embedding.table[...].T if self.output is None else self.output[...]
+        return FactoredLogits(hidden_BTD, kernel_DV, self.vocab_size, self.config.logit_softcap or None)
+
+
+def _position_table(config: TransformerConfig, sequence_length: int, rngs: nnx.Rngs) -> nnx.Param:
+    rows = config.max_positions or sequence_length
+    if sequence_length > rows:
+        raise ValueError(
+            f"data.sequence_length={sequence_length} exceeds model.max_positions={rows}, the rows of the position table"
+        )
+    table = config.init_std * jax.random.normal(rngs.params(), (rows, config.embed_dim), jnp.float32)
+    return nnx.Param(table, out_sharding=("positions", "embed"))
+
+
+def _output_kernel(config: TransformerConfig, vocab_size: int, padded_vocab_size: int, rngs: nnx.Rngs) -> nnx.Param:
+    columns = config.init_std * jax.random.normal(rngs.params(), (config.embed_dim, vocab_size), jnp.float32)
+    return nnx.Param(jnp.pad(columns, ((0, 0), (0, padded_vocab_size - vocab_size))), out_sharding=("embed", "vocab"))

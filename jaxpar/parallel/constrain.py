@@ -1,0 +1,92 @@
+"""How a model is executed while it is traced, and `constrain`, which lays out an activation by the names of its dims.
+
+Models name dims; they know no mesh. `make_plan` builds an `Execution`, the step activates it while it traces, and the functions
+of this package that models call (`constrain`, `contract`, `scan_layers`, attention) read it. Without an active execution they
+are the plain mathematics on one device.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import jax
+from jax.sharding import Mesh
+
+from jaxpar.parallel.rules import LogicalAxes, Table, resolve
+
+__all__ = ["Execution", "constrain", "constrain_parameter", "current_execution", "num_shards"]
+
+
+@dataclass(frozen=True, eq=False)
+class Execution:
+    """What the functions that models call need to know of the plan.
+
+    `remat` wraps the body of one layer (the identity keeps every activation). `float32_products` asks for matrix products of
+    16-bit operands in float32 before they are rounded; `transposed_weight_gradients` writes weight gradients on transposed
+    operands: on some backends either decides the speed by factors, on none the mathematics.
+    """
+
+    mesh: Mesh | None = None
+    params: Table = field(default_factory=dict)
+    activations: Table = field(default_factory=dict)
+    remat: Callable[[Callable], Callable] = lambda body: body
+    unroll_layers: bool = False
+    attention: str = "reference"
+    attention_block: int = 512
+    float32_products: bool = False
+    transposed_weight_gradients: bool = False
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Make this the execution of everything traced inside."""
+        token = _current.set(self)
+        try:
+            with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+                yield
+        finally:
+            _current.reset(token)
+
+
+_current: ContextVar[Execution] = ContextVar("execution", default=Execution())  # noqa: B039 (frozen)
+
+
+def current_execution() -> Execution:
+    """The execution that is active; outside of any, one device and no mesh."""
+    return _current.get()
+
+
+def num_shards(axis: str) -> int:
+    """How many parts the activations' dim `axis` is split into; 1 without an active plan."""
+    execution = current_execution()
+    if execution.mesh is None:
+        return 1
+    return math.prod(execution.mesh.shape[mesh_axis] for mesh_axis in execution.activations[axis])
+
+
+def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
+    """`x` laid out as the active plan's activation table says for `axes`; the identity when no plan is active.
+
+    Mesh axes that are manual in the current shard_map are dropped.
+
+    >>> import jax.numpy as jnp
+    >>> constrain(jnp.ones((4, 8)), ("batch", "embed")).shape
+    (4, 8)
+    """
+    return _constrain_by(x, axes, current_execution().activations)
+
+
+def constrain_parameter(x: jax.Array, axes: LogicalAxes) -> jax.Array:
+    """`x` laid out as the active plan stores the parameter with these axes (a weight gradient belongs there)."""
+    return _constrain_by(x, axes, current_execution().params)
+
+
+def _constrain_by(x: jax.Array, axes: LogicalAxes, table: Table) -> jax.Array:
+    mesh = current_execution().mesh
+    if mesh is None:
+        return x
+    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+    if manual:
+        table = {name: tuple(axis for axis in mesh_axes if axis not in manual) for name, mesh_axes in table.items()}
+    return jax.lax.with_sharding_constraint(x, resolve("activation", x.shape, axes, table, mesh.shape).spec)

@@ -1,0 +1,97 @@
+"""Sharding rules: tables from logical axes to mesh axes, and the resolver that applies them to an array.
+
+A table is data. ZeRO and FSDP are differences between the tables of one `ShardingRules`: parameters, activations (which is also
+how a weight looks while it is used), optimizer state and gradients each have one.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec
+
+__all__ = ["LogicalAxes", "Resolved", "ShardingRules", "Table", "resolve"]
+
+LogicalAxes = tuple[str | None, ...]
+Table = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class ShardingRules:
+    """One table a kind of array: logical axis → mesh axes (an empty tuple replicates)."""
+
+    params: Table
+    activations: Table
+    optimizer: Table
+    gradients: Table
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """How one array is laid out, and why."""
+
+    spec: PartitionSpec
+    local_shape: tuple[int, ...]
+    reason: str
+
+
+def resolve(path: str, shape: Sequence[int], axes: LogicalAxes, table: Table, mesh_shape: Mapping[str, int]) -> Resolved:
+    """The layout of the array `path` of `shape`, whose dims carry the logical names `axes`.
+
+    Raises:
+      ValueError: names and dims differ in number, a name is not in the table, a mesh axis is used twice, or a dim does not
+        divide; the message names the path, and the nearest legal sizes.
+
+    >>> resolve("mlp/up", (64, 256), ("embed", "mlp"), {"embed": (), "mlp": ("tensor",)}, {"tensor": 4}).spec
+    PartitionSpec(None, 'tensor')
+    """
+    if len(axes) != len(shape):
+        raise ValueError(f"{path}: {len(axes)} logical axes {axes} for {len(shape)} dims {tuple(shape)}")
+    entries: list[tuple[str, ...]] = []
+    owners: dict[str, str] = {}
+    for size, name in zip(shape, axes, strict=True):
+        mesh_axes = tuple(axis for axis in _lookup(path, name, table) if mesh_shape[axis] > 1)
+        for axis in mesh_axes:
+            if axis in owners:
+                raise ValueError(
+                    f"{path}: mesh axis {axis!r} is used twice, by logical axes {owners[axis]!r} and {name!r} of {axes}"
+                )
+            owners[axis] = str(name)
+        num_shards = math.prod(mesh_shape[axis] for axis in mesh_axes)
+        if size % num_shards:
+            below = size - size % num_shards
+            legal = [str(value) for value in (below, below + num_shards) if value > 0]
+            raise ValueError(
+                f"{path}: dim {name!r} of size {size} does not divide over {' × '.join(mesh_axes)} = {num_shards}; "
+                f"nearest legal sizes: {', '.join(legal)}"
+            )
+        entries.append(mesh_axes)
+    local_shape = tuple(
+        size // math.prod(mesh_shape[axis] for axis in mesh_axes) for size, mesh_axes in zip(shape, entries, strict=True)
+    )
+    return Resolved(_spec(entries), local_shape, _reason(axes, entries, table))
+
+
+def _lookup(path: str, name: str | None, table: Table) -> tuple[str, ...]:
+    if name is None:
+        return ()
+    if name not in table:
+        raise ValueError(f"{path}: unknown logical axis {name!r}; the rules know {', '.join(sorted(table))}")
+    return table[name]
+
+
+def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    compact = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in entries]
+    while compact and compact[-1] is None:
+        compact.pop()
+    return PartitionSpec(*compact)
+
+
+def _reason(axes: LogicalAxes, entries: Sequence[tuple[str, ...]], table: Table) -> str:
+    split = [f"{name} → {'+'.join(mesh_axes)}" for name, mesh_axes in zip(axes, entries, strict=True) if mesh_axes]
+    if split:
+        return ", ".join(split)
+    wanted = {axis for name in axes if name is not None for axis in table[name]}
+    if wanted:
+        return f"replicated: {', '.join(sorted(wanted))} of size 1"
+    return "replicated: no rule splits " + (", ".join(str(name) for name in axes if name) or "a scalar")

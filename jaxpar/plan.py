@@ -1,0 +1,264 @@
+"""The plan of a run: mesh, sharding tables, how the model is executed, and every parameter's place. Nothing is compiled here.
+
+`make_plan` refuses what cannot work, in the words of the configuration.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpar.backend import matrix_product_forms
+from jaxpar.config.schema import Config
+from jaxpar.parallel.attention import choose
+from jaxpar.parallel.constrain import Execution
+from jaxpar.parallel.layers import REMAT_POLICIES
+from jaxpar.parallel.mesh import BATCH_AXES, axis_sizes, make_mesh
+from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, resolve
+
+__all__ = ["ModelConfig", "Parameter", "Plan", "make_plan"]
+
+
+class ModelConfig(Protocol):
+    """What `[model]` must offer: a name, and a model. One that declares `vocab_size` fixes it; 0 takes the tokenizer's."""
+
+    name: str
+
+    def make(self, *, vocab_size: int, padded_vocab_size: int, sequence_length: int, rngs: nnx.Rngs) -> nnx.Module:
+        """The model with initial weights."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter and where it lives."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    axes: LogicalAxes
+    layout: Resolved
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes on each device."""
+        return math.prod(self.layout.local_shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Where everything lives and how the step runs. `notes` are the decisions that a user should know of."""
+
+    config: Config
+    mesh: Mesh
+    rules: ShardingRules
+    execution: Execution
+    vocab_size: int
+    padded_vocab_size: int
+    structure: Any
+    abstract_params: Any
+    parameters: tuple[Parameter, ...]
+    notes: tuple[str, ...]
+
+    def make_params(self) -> Any:
+        """A function's body for jit: the initial parameters, a pure function of `run.seed`."""
+        return _make_params(self.config, self.vocab_size, self.padded_vocab_size)
+
+    @property
+    def axes(self) -> dict[str, LogicalAxes]:
+        """Path → logical axes of every parameter."""
+        return {parameter.path: parameter.axes for parameter in self.parameters}
+
+    @property
+    def param_shardings(self) -> Any:
+        """The pytree of parameters with each one's sharding."""
+        leaves = [NamedSharding(self.mesh, parameter.layout.spec) for parameter in self.parameters]
+        return jax.tree.unflatten(jax.tree.structure(self.abstract_params), leaves)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Of the [batch, sequence] arrays that the step reads."""
+        table = self.rules.activations
+        return NamedSharding(self.mesh, PartitionSpec(table["batch"], table["sequence"]))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Of what every device has whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+
+def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) -> Plan:
+    """The plan for `config` on `devices` with a tokenizer of `vocab_size` entries.
+
+    Raises:
+      ValueError: the layout is impossible; the message names the keys, the values and the nearest legal ones.
+    """
+    sizes = axis_sizes(config.parallel.model_dump(include=set(axis_sizes({"data": 1}, 1))), len(devices))
+    _check_supported(sizes)
+    vocab_size, note = _vocabulary(config, vocab_size)
+    multiple = math.lcm(getattr(config.model, "vocab_multiple", 1), sizes["tensor"])
+    padded_vocab_size = math.ceil(vocab_size / multiple) * multiple
+    _check_divides(config, sizes)
+    mesh = make_mesh(sizes, devices)
+    rules, rule_notes = _rules(config, sizes)
+    attention, attention_note = _attention(config, devices[0].platform)
+    execution = Execution(
+        mesh=mesh,
+        params=rules.params,
+        activations=rules.activations,
+        remat=REMAT_POLICIES[config.remat.policy],
+        unroll_layers=config.kernels.unroll_layers,
+        attention=attention,
+        attention_block=config.kernels.attention_block,
+        **matrix_product_forms(devices[0].platform, config.precision.compute),
+    )
+    structure, abstract_params, axes = _abstract_model(config, vocab_size, padded_vocab_size)
+    return Plan(
+        config=config,
+        mesh=mesh,
+        rules=rules,
+        execution=execution,
+        vocab_size=vocab_size,
+        padded_vocab_size=padded_vocab_size,
+        structure=structure,
+        abstract_params=abstract_params,
+        parameters=_place(abstract_params, axes, rules, sizes),
+        notes=(*note, *rule_notes, attention_note),
+    )
+
+
+def _make_params(config: Config, vocab_size: int, padded_vocab_size: int) -> Any:
+    return nnx.to_pure_dict(nnx.state(_make_model(config, vocab_size, padded_vocab_size), nnx.Param))
+
+
+def _make_model(config: Config, vocab_size: int, padded_vocab_size: int) -> nnx.Module:
+    make = config.model.make  # type: ignore[attr-defined]
+    with nnx.use_eager_sharding(False):
+        return make(
+            vocab_size=vocab_size,
+            padded_vocab_size=padded_vocab_size,
+            sequence_length=config.data.sequence_length,
+            rngs=nnx.Rngs(params=config.run.seed),
+        )
+
+
+def _abstract_model(config: Config, vocab_size: int, padded_vocab_size: int) -> tuple[Any, Any, dict[str, LogicalAxes]]:
+    """The model's structure, its parameters as shapes, and each one's logical axes, without computing anything."""
+    model = nnx.eval_shape(partial(_make_model, config, vocab_size, padded_vocab_size))
+    structure, params, other = nnx.split(model, nnx.Param, ...)
+    stateful = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(other)]
+    if stateful:
+        raise ValueError(
+            f"model.name={config.model.name!r} keeps state that is not an nnx.Param ({', '.join(stateful)}); "  # type: ignore[attr-defined]
+            "take randomness from the dropout_key argument and keep no counters, so that a step is a function of its inputs"
+        )
+    axes = {}
+    for path, variable in nnx.to_flat_state(params):
+        names = variable.get_metadata().get("out_sharding")
+        name = "/".join(map(str, path))
+        if names is None:
+            raise ValueError(
+                f"parameter {name} {variable.shape} has no logical axes; annotate it: nnx.Param(value, out_sharding=(...))"
+            )
+        axes[name] = tuple(names)
+    return structure, nnx.to_pure_dict(params), axes
+
+
+def _place(
+    abstract_params: Any, axes: Mapping[str, LogicalAxes], rules: ShardingRules, sizes: Mapping[str, int]
+) -> tuple[Parameter, ...]:
+    def place(keys: tuple, leaf: jax.ShapeDtypeStruct) -> Parameter:
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        layout = resolve(path, leaf.shape, axes[path], rules.params, sizes)
+        return Parameter(path, tuple(leaf.shape), jnp.dtype(leaf.dtype), axes[path], layout)
+
+    placed = jax.tree_util.tree_map_with_path(place, abstract_params)
+    return tuple(jax.tree.leaves(placed, is_leaf=lambda leaf: isinstance(leaf, Parameter)))
+
+
+def _rules(config: Config, sizes: Mapping[str, int]) -> tuple[ShardingRules, list[str]]:
+    notes = []
+    tensor = ("tensor",)
+    kv_heads: tuple[str, ...] = tensor
+    num_kv_heads = getattr(config.model, "kv_heads", None)
+    if num_kv_heads is not None and num_kv_heads % sizes["tensor"]:
+        kv_heads = ()
+        notes.append(
+            f"model.num_kv_heads={num_kv_heads} does not divide by parallel.tensor={sizes['tensor']}: "
+            "every tensor device stores all key/value heads and uses its own"
+        )
+    residual = ("context", "tensor") if config.parallel.sequence_parallel else ("context",)
+    weights = {
+        "layers": (), "vocab": tensor, "positions": (), "heads": tensor, "kv_heads": kv_heads, "head_dim": (), "mlp": tensor,
+        "vector": (),
+    }  # fmt: skip
+    stored = weights | {"embed": ("fsdp",)}
+    used = weights | {"embed": (), "batch": BATCH_AXES, "sequence": ("context",), "residual_sequence": residual}
+    return ShardingRules(params=stored, activations=used, optimizer=stored, gradients=stored), notes
+
+
+def _vocabulary(config: Config, tokenizer_size: int) -> tuple[int, list[str]]:
+    declared = getattr(config.model, "vocab_size", 0)
+    if not declared or declared == tokenizer_size:
+        return tokenizer_size, []
+    if declared < tokenizer_size:
+        raise ValueError(
+            f"model.vocab_size={declared} is smaller than the tokenizer's {tokenizer_size} entries; "
+            f"set it to 0 (takes the tokenizer's) or to {tokenizer_size} or more"
+        )
+    return declared, [f"model.vocab_size={declared}: the tokenizer uses the first {tokenizer_size} entries"]
+
+
+def _attention(config: Config, platform: str) -> tuple[str, str]:
+    model = config.model
+    kernel, reason = choose(
+        config.kernels.attention,
+        platform={"cuda": "gpu", "rocm": "gpu"}.get(platform, platform),  # type: ignore[arg-type]
+        sequence_length=config.data.sequence_length,
+        head_dim=getattr(model, "head_width", 0),
+        dtype=jnp.dtype(config.precision.compute),
+        has_segments=config.data.document_boundaries == "respect",
+        window=next((window for window in getattr(model, "windows", ()) if window), None),
+        softcap=getattr(model, "attention_softcap", 0.0) or None,
+    )
+    return kernel, f"attention: {kernel} ({reason})"
+
+
+def _check_supported(sizes: Mapping[str, int]) -> None:
+    for axis in ("pipe", "expert", "context"):
+        if sizes[axis] != 1:
+            raise ValueError(
+                f"parallel.{axis}={sizes[axis]}: this version of jaxpar splits work over data, fsdp and tensor only; "
+                f"set parallel.{axis}=1"
+            )
+
+
+def _check_divides(config: Config, sizes: Mapping[str, int]) -> None:
+    model = config.model
+    for axis, field in (("tensor", "num_heads"), ("tensor", "mlp_dim"), ("fsdp", "embed_dim")):
+        value = getattr(model, field, None)
+        if value is not None and value % sizes[axis]:
+            legal = ", ".join(str(n) for n in range(1, value + 1) if value % n == 0)
+            raise ValueError(f"parallel.{axis}={sizes[axis]} must divide model.{field}={value}; legal values: {legal}")
+    shards = math.prod(sizes[axis] for axis in BATCH_AXES)
+    split = " × ".join(f"{axis}={sizes[axis]}" for axis in BATCH_AXES if sizes[axis] > 1)
+    for key, value in (
+        ("train.batch_size", config.train.batch_size),
+        ("evaluation.batch_size", config.evaluation.batch_size or config.train.batch_size),
+    ):
+        if value % shards:
+            below = value - value % shards
+            legal = ", ".join(str(n) for n in (below, below + shards) if n)
+            raise ValueError(f"{key}={value} must divide by {split} = {shards}, the devices that share the batch; nearest legal values: {legal}")  # fmt: skip
+    length = config.data.sequence_length
+    if config.parallel.sequence_parallel and length % sizes["tensor"]:
+        below = length - length % sizes["tensor"]
+        raise ValueError(
+            f"data.sequence_length={length} must divide by parallel.tensor={sizes['tensor']} with parallel.sequence_parallel; "
+            f"nearest legal values: {below}, {below + sizes['tensor']}"
+        )
