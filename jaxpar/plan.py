@@ -45,6 +45,11 @@ class Parameter:
     layout: Resolved
 
     @property
+    def size(self) -> int:
+        """Elements, over all devices."""
+        return math.prod(self.shape)
+
+    @property
     def local_bytes(self) -> int:
         """Bytes on each device."""
         return math.prod(self.layout.local_shape) * self.dtype.itemsize

@@ -34,8 +34,8 @@ Gradients = Callable[[Params, Batch, jax.Array | None], tuple[Params, dict[str, 
 class Step:
     """The compiled functions of a run.
 
-    `train(state, batch) -> (state, metrics)` donates its state; `evaluate(params, batch) -> LossSums and tokens` sums without
-    dropout, z-loss or smoothing. Both are jitted; call them inside `plan.execution.active()`.
+    `train(state, batch) -> (state, metrics)` donates its state; `evaluate(params, batch, bytes of each token)` gives the
+    sums `nats`, `tokens` and `bytes` over valid tokens, without dropout, z-loss or smoothing. Both are jitted; call them inside `plan.execution.active()`.
     """
 
     def __init__(self, plan: Plan):
@@ -54,9 +54,11 @@ class Step:
             metrics["learning_rate"] = jnp.asarray(self.schedule(state.step), jnp.float32)
             return TrainState(state.step + 1, params, optimizer_state), metrics
 
-        def evaluate(params: Params, batch: Batch) -> dict[str, jax.Array]:
+        def evaluate(params: Params, batch: Batch, byte_lengths: jax.Array) -> dict[str, jax.Array]:
             _, sums = evaluation_loss(params, batch, None)
-            return {"nats": sums.negative_log_likelihood, "tokens": batch["loss_mask"].sum()}
+            mask = batch["loss_mask"]
+            num_bytes = jnp.where(mask, jnp.take(byte_lengths, batch["targets"]), 0).sum()
+            return {"nats": sums.negative_log_likelihood, "tokens": mask.sum(), "bytes": num_bytes}
 
         batch_shardings = dict.fromkeys(("tokens", "targets", "positions", "segment_ids", "loss_mask"), plan.batch_sharding)
         self.train = jax.jit(
@@ -66,7 +68,7 @@ class Step:
             donate_argnums=0,
         )
         self.evaluate = jax.jit(
-            evaluate, in_shardings=(self.shardings.params, batch_shardings), out_shardings=plan.replicated
+            evaluate, in_shardings=(self.shardings.params, batch_shardings, plan.replicated), out_shardings=plan.replicated
         )
 
 
