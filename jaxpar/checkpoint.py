@@ -33,8 +33,9 @@ class Checkpoints:
         if step == self._saved_step:
             return
         self._checkpointer.wait()
-        items = {"state": _as_dict(state), "config": {"toml": config_toml}}
-        self._checkpointer.save_checkpointables_async(step, items, force=True)
+        self._checkpointer.save_checkpointables_async(
+            step, {"state": _as_dict(state)}, force=True, custom_metadata={"config": config_toml}
+        )
         self._saved_step = step
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:

@@ -23,12 +23,23 @@ from jaxpar.plan import Plan
 from jaxpar.precision import in_compute_dtype
 from jaxpar.state import TrainState, state_shardings
 
-__all__ = ["Batch", "Step", "clipped", "loss_and_gradients", "make_step", "token_loss"]
+__all__ = ["Batch", "Step", "abstract_batch", "clipped", "loss_and_gradients", "make_gradients", "token_loss"]
 
 Batch = Mapping[str, jax.Array]
 Params = Any
 Loss = Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, LossSums]]
 Gradients = Callable[[Params, Batch, jax.Array | None], tuple[Params, dict[str, jax.Array]]]
+
+
+_BATCH_DTYPES = {
+    "tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "segment_ids": jnp.int32, "loss_mask": jnp.bool_
+}  # fmt: skip
+
+
+def abstract_batch(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
+    """The training batch as shapes with shardings: [batch, sequence] each."""
+    shape = (plan.config.train.batch_size, plan.config.data.sequence_length)
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=plan.batch_sharding) for name, dtype in _BATCH_DTYPES.items()}
 
 
 class Step:
@@ -60,7 +71,7 @@ class Step:
             num_bytes = jnp.where(mask, jnp.take(byte_lengths, batch["targets"]), 0).sum()
             return {"nats": sums.negative_log_likelihood, "tokens": mask.sum(), "bytes": num_bytes}
 
-        batch_shardings = dict.fromkeys(("tokens", "targets", "positions", "segment_ids", "loss_mask"), plan.batch_sharding)
+        batch_shardings = dict.fromkeys(_BATCH_DTYPES, plan.batch_sharding)
         self.train = jax.jit(
             train,
             in_shardings=(self.shardings, batch_shardings),

@@ -142,6 +142,21 @@ class TransformerConfig(BaseModel):
             self, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size, sequence_length=sequence_length, rngs=rngs
         )
 
+    def scaled_down(self, *, tensor: int, fsdp: int) -> "TransformerConfig":
+        """A small model with the same parts, heads and pattern of layers, whose dims divide by `tensor` and `fsdp`."""
+        return self.model_copy(
+            update={
+                "vocab_size": 0,
+                "num_layers": 2 * len(self.windows),
+                "embed_dim": 16 * fsdp,
+                "head_dim": 8,
+                "mlp_dim": 16 * tensor,
+                "max_positions": 0,
+                "windows": tuple(min(window, 8) for window in self.windows),
+                "init_std": 0.2,
+            }
+        )
+
     def dims(self, vocab_size: int) -> dict[str, Any]:
         """The sizes that decide the number of floating-point operations, under the names of `metrics.transformer_flops_per_token`."""
         return {

@@ -16,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpar.parallel.attention import attention
 from jaxpar.models.config import RopeScaling, TransformerConfig
 from jaxpar.parallel.constrain import constrain, current_execution, num_shards
-from jaxpar.parallel.contract import contract, gathered
+from jaxpar.parallel.contract import contract
+from jaxpar.parallel.embedding import lookup
 from jaxpar.parallel.rules import LogicalAxes
 
 __all__ = ["Attention", "Embedding", "FeedForward", "Norm", "dropout", "rotary_angles", "rotate"]
@@ -79,7 +80,7 @@ class Embedding(nnx.Module):
         self.table = _parameter(jnp.pad(rows, ((0, padded_vocab_size - vocab_size), (0, 0))), ("vocab", "embed"))
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return jnp.take(gathered(self.table[...], ("vocab", "embed")), tokens_BT, axis=0)
+        return lookup(self.table[...], tokens_BT, "vocab")
 
 
 def rotary_angles(positions_BT: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[jax.Array, jax.Array]:

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpar.models.config import TransformerConfig
 from jaxpar.models.layers import Attention, Embedding, FeedForward, Norm, dropout, rotary_angles
 from jaxpar.parallel.constrain import constrain
-from jaxpar.parallel.contract import gathered
+from jaxpar.parallel.embedding import lookup
 from jaxpar.parallel.layers import scan_layers
 from jaxpar.parallel.loss import FactoredLogits
 
@@ -90,7 +90,7 @@ class Transformer(nnx.Module):
         if self.config.embed_scale:
             x_BTD *= jnp.asarray(self.config.embed_dim**0.5, x_BTD.dtype)
         if self.positions is not None:
-            x_BTD += jnp.take(gathered(self.positions[...], ("positions", "embed")), inputs["positions"], axis=0)
+            x_BTD += lookup(self.positions[...], inputs["positions"], "positions")
         x_BTD = constrain(x_BTD, ("batch", "residual_sequence", "embed"))
         return constrain(dropout(x_BTD, self.config.dropout, dropout_key), ("batch", "residual_sequence", "embed"))
 
@@ -114,7 +114,7 @@ class Transformer(nnx.Module):
 
     def head(self, x_BTD: jax.Array) -> FactoredLogits:
         """Final norm, and the output kernel that is not multiplied out."""
-        hidden_BTD = constrain(self.final_norm(x_BTD), ("batch", "sequence", "embed"))
+        hidden_BTD = constrain(self.final_norm(x_BTD), ("batch", "residual_sequence", "embed"))
         kernel_DV = self.embedding.table[...].T if self.output is None else self.output[...]
         return FactoredLogits(hidden_BTD, kernel_DV, self.vocab_size, self.config.logit_softcap or None)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxpar.parallel.constrain import constrain, constrain_parameter, current_execution
 from jaxpar.parallel.rules import LogicalAxes
 
-__all__ = ["contract", "gathered"]
+__all__ = ["contract"]
 
 Fuse = Callable[..., jax.Array]
 
@@ -39,18 +39,6 @@ def contract(
     (2, 4)
     """
     return _contract(equation, tuple(tuple(a) for a in axes), fuse, x, tuple(kernels))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def gathered(parameter: jax.Array, axes: LogicalAxes) -> jax.Array:
-    """The stored `parameter` laid out for use; its gradient is laid out like the stored one."""
-    return constrain(parameter, axes)
-
-
-gathered.defvjp(
-    lambda parameter, axes: (constrain(parameter, axes), None),
-    lambda axes, _, gradient: (constrain_parameter(gradient, axes),),
-)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

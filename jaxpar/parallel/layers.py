@@ -44,16 +44,15 @@ def scan_layers(body: Body, carry: jax.Array, stacked: Any, extras: Any, *, num_
         differ in what must be known when compiling, such as the window of their attention.
     """
     execution = current_execution()
-    num_turns = num_layers // period
-    grouped = jax.tree.map(lambda a: a.reshape(num_turns, period, *a.shape[1:]), stacked)
+    # One stack a slot, split outside the loop: what the backward pass needs of a weight is then the stack itself, not a copy.
+    stacks = [jax.tree.map(lambda a, slot=slot: a[slot::period], stacked) for slot in range(period)] if period > 1 else [stacked]
 
     def turn(carry: jax.Array, item: tuple) -> tuple[jax.Array, None]:
         turn_index, layers = item
-        for slot in range(period):
-            layer = jax.tree.map(lambda a, slot=slot: a[slot], layers)
+        for slot, layer in enumerate(layers):
             layer_body = execution.remat(lambda layer, x, extras, index, slot=slot: body(layer, x, extras, index, slot))
             carry = layer_body(layer, carry, extras, turn_index * period + slot)
         return carry, None
 
-    carry, _ = jax.lax.scan(turn, carry, (jnp.arange(num_turns), grouped), unroll=execution.unroll_layers)
+    carry, _ = jax.lax.scan(turn, carry, (jnp.arange(num_layers // period), stacks), unroll=execution.unroll_layers)
     return carry

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.constrain import Execution, current_execution
-from jaxpar.parallel.rules import resolve
+from jaxpar.parallel.manual import active_axes, axis_index, device_by_device, reduced, spec_of
 
 __all__ = ["FactoredLogits", "LossSettings", "LossSums", "cross_entropy"]
 
@@ -113,36 +113,32 @@ def _on_mesh(vocab_size, softcap, settings, with_gradients, hidden_BTD, kernel_D
         return local(_Axes(), hidden_BTD, kernel_DV, targets_BT, mask_BT)
     axes, specs = _layout(execution, hidden_BTD.shape, kernel_DV.shape)
     scalar = PartitionSpec()
-    return jax.shard_map(
+    return device_by_device(
+        execution,
         partial(local, axes),
         in_specs=(specs["hidden"], specs["kernel"], specs["tokens"], specs["tokens"]),
         out_specs=(scalar, scalar, specs["dhidden"], specs["dkernel"]) if with_gradients else (scalar, scalar),
-        axis_names=set(execution.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes),
-        check_vma=False,
     )(hidden_BTD, kernel_DV, targets_BT, mask_BT)
 
 
-def _layout(execution: Execution, hidden_shape: tuple, kernel_shape: tuple) -> tuple[_Axes, dict[str, PartitionSpec]]:
-    assert execution.mesh is not None
-    mesh_shape = execution.mesh.shape
+def _layout(
+    execution: Execution, hidden_shape: tuple[int, ...], kernel_shape: tuple[int, ...]
+) -> tuple[_Axes, dict[str, PartitionSpec]]:
     used, stored = execution.activations, execution.params
-    split = {name: tuple(axis for axis in used[name] if mesh_shape[axis] > 1) for name in used}
-
-    def spec(shape: tuple, names: tuple, table: dict = used) -> PartitionSpec:  # type: ignore[assignment]
-        return resolve("cross-entropy", shape, names, table, mesh_shape).spec
-
+    vocab = active_axes(execution, used, "vocab")
     axes = _Axes(
-        vocab=split["vocab"],
-        tokens=split["batch"] + split["sequence"],
-        scatter_hidden=tuple(axis for axis in split["residual_sequence"] if axis in split["vocab"]),
-        scatter_kernel=tuple(axis for axis in stored["embed"] if mesh_shape[axis] > 1),
+        vocab=vocab,
+        tokens=active_axes(execution, used, "batch") + active_axes(execution, used, "sequence"),
+        scatter_hidden=tuple(axis for axis in active_axes(execution, used, "residual_sequence") if axis in vocab),
+        scatter_kernel=active_axes(execution, stored, "embed"),
     )
+    spec = partial(spec_of, execution, "cross-entropy")
     return axes, {
-        "hidden": spec(hidden_shape, ("batch", "sequence", "embed")),
-        "tokens": spec(hidden_shape[:2], ("batch", "sequence")),
-        "kernel": spec(kernel_shape, ("embed", "vocab")),
-        "dhidden": spec(hidden_shape, ("batch", "residual_sequence", "embed")),
-        "dkernel": spec(kernel_shape, ("embed", "vocab"), stored),  # type: ignore[arg-type]
+        "hidden": spec(hidden_shape, ("batch", "sequence", "embed"), used),
+        "tokens": spec(hidden_shape[:2], ("batch", "sequence"), used),
+        "kernel": spec(kernel_shape, ("embed", "vocab"), used),
+        "dhidden": spec(hidden_shape, ("batch", "residual_sequence", "embed"), used),
+        "dkernel": spec(kernel_shape, ("embed", "vocab"), stored),
     }
 
 
@@ -158,7 +154,7 @@ def _local_sums(axes, hidden_BTD, kernel_DV, targets_BT, mask_BT, *, vocab_size,
         flat = x.reshape(num_tokens, *x.shape[2:])
         return jnp.pad(flat, ((0, padding), *((0, 0),) * (flat.ndim - 1))).reshape(num_chunks, size, *x.shape[2:])
 
-    first_column = _axis_index(axes.vocab) * kernel_DV.shape[1]
+    first_column = axis_index(axes.vocab) * kernel_DV.shape[1]
     chunk = partial(
         _chunk, kernel_DV=kernel_DV, vocab_size=vocab_size, first_column=first_column, vocab_axes=axes.vocab,
         softcap=softcap, settings=settings, with_gradients=with_gradients,
@@ -170,8 +166,8 @@ def _local_sums(axes, hidden_BTD, kernel_DV, targets_BT, mask_BT, *, vocab_size,
     if not with_gradients:
         return sums[0], sums[1]
     dhidden_BTD = dhidden.reshape(num_chunks * size, D)[:num_tokens].reshape(B, T, D)
-    dhidden_BTD = _reduced(dhidden_BTD, axes.vocab, axes.scatter_hidden, dim=1)
-    dkernel_DV = _reduced(dkernel_DV, axes.tokens, axes.scatter_kernel, dim=0)
+    dhidden_BTD = reduced(dhidden_BTD, axes.vocab, axes.scatter_hidden, dim=1)
+    dkernel_DV = reduced(dkernel_DV, axes.tokens, axes.scatter_kernel, dim=0)
     return sums[0], sums[1], dhidden_BTD.astype(hidden_BTD.dtype), dkernel_DV.astype(kernel_DV.dtype)
 
 
@@ -229,15 +225,3 @@ def _token_losses(z, targets, vocab_size, first_column, vocab_axes, settings):  
 
 def _capped(z: jax.Array, softcap: float | None) -> jax.Array:
     return z if softcap is None else softcap * jnp.tanh(z / softcap)
-
-
-def _axis_index(axes: tuple[str, ...]) -> jax.Array | int:
-    return jax.lax.axis_index(axes) if axes else 0
-
-
-def _reduced(x: jax.Array, axes: tuple[str, ...], scatter: tuple[str, ...], *, dim: int) -> jax.Array:
-    """`x` summed over `axes`; over those in `scatter` each device keeps its part of `dim`."""
-    for axis in scatter:
-        x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True) if axis in axes else x
-    rest = tuple(axis for axis in axes if axis not in scatter)
-    return jax.lax.psum(x, rest) if rest else x

@@ -1,0 +1,144 @@
+"""What communication should cost: bytes that a device sends, from shapes and group sizes alone.
+
+Every collective is counted as a ring runs it. The functions below give one `Traffic` for each kind of collective, per
+layer and microbatch or per step as they say, without recomputation (which repeats the forward share); `Traffic.times`
+scales one.
+
+Legend: b sequences of s tokens, h wide, on one device if nothing were split over this group; P parameters that a device
+would hold likewise; n or t devices in the group.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+__all__ = [
+    "KINDS",
+    "Traffic",
+    "data_parallel",
+    "fsdp",
+    "ring_bytes",
+    "sequence_parallel_layer",
+    "tensor_parallel_layer",
+    "vocabulary_parallel_cross_entropy",
+    "vocabulary_split_embedding",
+]
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind: how many, the bytes of their full arrays, and the bytes that a device sends for them.
+
+    `count` is None where the compiler is free to merge or split the collectives; the bytes hold all the same.
+    """
+
+    kind: str
+    count: int | None
+    payload_bytes: int
+    sent_bytes: int
+
+    def times(self, number: int) -> "Traffic":
+        """The traffic of `number` repetitions, such as layers or microbatches.
+
+        >>> tensor_parallel_layer(2, 16, 64, 4, element_bytes=2)[0].times(3).count
+        12
+        """
+        return replace(
+            self,
+            count=None if self.count is None else number * self.count,
+            payload_bytes=number * self.payload_bytes,
+            sent_bytes=number * self.sent_bytes,
+        )
+
+
+def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> int:
+    """Bytes that each of n devices sends to run one collective over a full array of `payload_bytes`, rounded up.
+
+    all-reduce 2(n−1)/n, all-gather, reduce-scatter and all-to-all (n−1)/n of the array; collective-permute all of it.
+    (An all-reduce is a reduce-scatter and an all-gather; Rajbhandari 2020, section 7.)
+
+    Raises:
+      ValueError: an unknown kind.
+
+    >>> ring_bytes("all-reduce", 800, 4), ring_bytes("all-gather", 800, 4)
+    (1200, 600)
+    """
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind of collective {kind!r}; known: {', '.join(KINDS)}")
+    if kind == "collective-permute":
+        return payload_bytes
+    passes = 2 if kind == "all-reduce" else 1
+    return math.ceil(passes * payload_bytes * (group_size - 1) / group_size)
+
+
+def data_parallel(num_parameters: int, group_size: int, *, element_bytes: int) -> tuple[Traffic, ...]:
+    """Per step: the gradients' all-reduce, 2P(n−1)/n elements (Rajbhandari 2020, section 7.1)."""
+    return (_traffic("all-reduce", None, num_parameters * element_bytes, group_size),)
+
+
+def fsdp(
+    num_parameters: int, group_size: int, *, gather_bytes: int, gradient_bytes: int, reduce_scatter: bool = True
+) -> tuple[Traffic, ...]:
+    """Per microbatch: weights gathered forward and again backward, gradients reduced to shards: 3P(n−1)/n elements.
+
+    `gather_bytes` and `gradient_bytes` are the element sizes of gathered weights and of reduced gradients. Without
+    `reduce_scatter` (XLA on CPU) the gradients are all-reduced and sliced: 4P(n−1)/n elements.
+    (Rajbhandari 2020, section 7.2.)
+    """
+    return (
+        _traffic("all-gather", None, 2 * num_parameters * gather_bytes, group_size),
+        _traffic(_reduction(reduce_scatter), None, num_parameters * gradient_bytes, group_size),
+    )
+
+
+def tensor_parallel_layer(
+    batch: int, sequence: int, hidden: int, group_size: int, *, element_bytes: int
+) -> tuple[Traffic, ...]:
+    """Per layer and microbatch: 4 all-reduces of b·s·h, two each way: 8·b·s·h·(t−1)/t elements.
+
+    (Shoeybi 2019, section 3; Narayanan 2021, section 3.2.)
+    """
+    return (_traffic("all-reduce", 4, 4 * batch * sequence * hidden * element_bytes, group_size),)
+
+
+def sequence_parallel_layer(
+    batch: int, sequence: int, hidden: int, group_size: int, *, element_bytes: int, reduce_scatter: bool = True
+) -> tuple[Traffic, ...]:
+    """Per layer and microbatch, tensor parallelism with the residual stream's sequence split over the same devices.
+
+    4 all-gathers and 4 reduce-scatters of b·s·h (s whole): 8·b·s·h·(t−1)/t elements, as without the split. Without
+    `reduce_scatter` (XLA on CPU) the reductions are all-reduces and slices: 12·b·s·h·(t−1)/t elements.
+    (Korthikanti 2022, section 4.2.2.)
+    """
+    payload_bytes = 4 * batch * sequence * hidden * element_bytes
+    return (
+        _traffic("all-gather", 4, payload_bytes, group_size),
+        _traffic(_reduction(reduce_scatter), 4, payload_bytes, group_size),
+    )
+
+
+def vocabulary_parallel_cross_entropy(
+    batch: int, sequence: int, group_size: int, *, packed: bool
+) -> tuple[Traffic, ...]:
+    """Per microbatch, forward: all-reduces of b·s float32 for the maximum, the sum of exponentials, the target's logit.
+
+    `packed` sends the last two as one array: two collectives, the same bytes. The backward pass of the loss itself
+    sends nothing. (Shoeybi 2019, section 3.)
+    """
+    return (_traffic("all-reduce", 2 if packed else 3, 3 * batch * sequence * 4, group_size),)
+
+
+def vocabulary_split_embedding(
+    batch: int, sequence: int, hidden: int, group_size: int, *, element_bytes: int
+) -> tuple[Traffic, ...]:
+    """Per microbatch, forward: one all-reduce of b·s·h, each token's row from one device (Shoeybi 2019, section 3)."""
+    return (_traffic("all-reduce", 1, batch * sequence * hidden * element_bytes, group_size),)
+
+
+def _traffic(kind: str, count: int | None, payload_bytes: int, group_size: int) -> Traffic:
+    return Traffic(kind, count, payload_bytes, ring_bytes(kind, payload_bytes, group_size))
+
+
+def _reduction(reduce_scatter: bool) -> str:
+    return "reduce-scatter" if reduce_scatter else "all-reduce"

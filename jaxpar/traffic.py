@@ -1,0 +1,130 @@
+"""What a plan's step should send between devices, from formulas and shapes alone; `inspect` and the tests hold the compiler to it.
+
+Counted for a step without recomputation; scalars (losses, norms, token counts) are left out.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxpar.parallel.communication import (
+    Traffic,
+    ring_bytes,
+    sequence_parallel_layer,
+    tensor_parallel_layer,
+    vocabulary_parallel_cross_entropy,
+)
+from jaxpar.parallel.mesh import BATCH_AXES
+from jaxpar.plan import Parameter, Plan
+
+__all__ = ["ExpectedTraffic", "expected_traffic"]
+
+
+@dataclass(frozen=True)
+class ExpectedTraffic:
+    """One purpose's collectives in a step, over the mesh axes `axes`."""
+
+    axes: tuple[str, ...]
+    purpose: str
+    traffic: Traffic
+
+
+def expected_traffic(plan: Plan) -> list[ExpectedTraffic]:
+    """Per step and device. A model that does not state its `dims` gets the data and FSDP parts only."""
+    expected = [*_weights(plan)]
+    if plan.mesh.shape["tensor"] > 1 and hasattr(plan.config.model, "dims"):
+        expected += _tensor(plan)
+    return [item for item in expected if item.traffic.payload_bytes]
+
+
+def _weights(plan: Plan) -> Iterator[ExpectedTraffic]:
+    """FSDP's gathers, and the reduction of gradients over the axes that share the batch.
+
+    Tables (embedding, output) are gathered once and their gradients are scattered where they are summed; layers' weights are
+    gathered again in the backward pass, and their gradients are reduced where the compiler puts it: scattered on GPU and TPU,
+    whole on CPU.
+    """
+    compute_bytes = jnp.dtype(plan.config.precision.compute).itemsize
+    shape = plan.mesh.shape
+    batch_axes = tuple(axis for axis in BATCH_AXES if shape[axis] > 1)
+    replica_axes = tuple(axis for axis in batch_axes if axis != "fsdp")
+    in_layers = [parameter for parameter in plan.parameters if "layers" in parameter.axes]
+    tables = [parameter for parameter in plan.parameters if "layers" not in parameter.axes]
+    uses = 2 if getattr(plan.config.model, "tied", False) else 1
+    split = {True: [p for p in in_layers if _is_split(p, "fsdp")], False: [p for p in tables if _is_split(p, "fsdp")]}
+    if shape["fsdp"] > 1:
+        gathered = 2 * _elements(split[True], "fsdp", shape) + _elements_of_tables(split[False], uses, shape)
+        yield _expected(("fsdp",), "weights gathered", "all-gather", gathered * compute_bytes, shape)
+    if not batch_axes:
+        return
+    scatter = plan.mesh.devices.flat[0].platform != "cpu"
+    whole = [p for p in plan.parameters if not _is_split(p, "fsdp")]
+    table_elements = _elements_of_tables(split[False], uses, shape)
+    reduced_whole = sum(_local(p) for p in whole) + (uses - 1) * sum(_local(p) for p in whole if "vocab" in p.axes)
+    if not scatter:
+        reduced_whole += _elements(split[True], "fsdp", shape)
+    else:
+        table_elements += _elements(split[True], "fsdp", shape)
+    yield _expected(batch_axes, "gradients", "all-reduce", reduced_whole * 4, shape)
+    if table_elements:
+        yield _expected(("fsdp",), "gradients", "reduce-scatter", table_elements * 4, shape)
+        if replica_axes:
+            yield _expected(replica_axes, "gradients", "all-reduce", table_elements * 4 // shape["fsdp"], shape)
+
+
+def _tensor(plan: Plan) -> Iterator[ExpectedTraffic]:
+    """Megatron's reductions in each layer, around the embedding and in the loss."""
+    config, shape = plan.config, plan.mesh.shape
+    dims = config.model.dims(plan.vocab_size)  # type: ignore[attr-defined]
+    sequences = config.train.batch_size // math.prod(shape[axis] for axis in BATCH_AXES)
+    length, hidden, size = config.data.sequence_length, dims["embed_dim"], shape["tensor"]
+    element_bytes = jnp.dtype(config.precision.compute).itemsize
+    tokens_bytes = sequences * length * hidden
+    axes = ("tensor",)
+    scatter = plan.mesh.devices.flat[0].platform != "cpu"
+    if config.parallel.sequence_parallel:
+        layer = sequence_parallel_layer(
+            sequences, length, hidden, size, element_bytes=element_bytes, reduce_scatter=scatter
+        )
+        yield _expected(axes, "embedding", "reduce-scatter", tokens_bytes * element_bytes, shape)
+        yield _expected(axes, "embedding's gradient", "all-gather", tokens_bytes * element_bytes, shape)
+        yield _expected(axes, "hidden states for the head", "all-gather", tokens_bytes * element_bytes, shape)
+        yield _expected(axes, "their gradient", "reduce-scatter", tokens_bytes * 4, shape)
+        vectors = sum(_local(p) for p in plan.parameters if "vector" in p.axes)
+        yield _expected(axes, "norms' and biases' gradients", "all-reduce", vectors * 4, shape)
+    else:
+        layer = tensor_parallel_layer(sequences, length, hidden, size, element_bytes=element_bytes)
+        yield _expected(axes, "embedding", "all-reduce", tokens_bytes * element_bytes, shape)
+        yield _expected(axes, "gradient of the head's input", "all-reduce", tokens_bytes * 4, shape)
+    for traffic in layer:
+        yield ExpectedTraffic(axes, f"{dims['num_layers']} layers", traffic.times(dims["num_layers"]))
+    for traffic in vocabulary_parallel_cross_entropy(sequences, length, size, packed=True):
+        yield ExpectedTraffic(axes, "cross-entropy", traffic)
+
+
+def _expected(
+    axes: tuple[str, ...], purpose: str, kind: str, payload_bytes: int, shape: dict[str, int]
+) -> ExpectedTraffic:
+    group = math.prod(shape[axis] for axis in axes)
+    return ExpectedTraffic(axes, purpose, Traffic(kind, None, payload_bytes, ring_bytes(kind, payload_bytes, group)))
+
+
+def _is_split(parameter: Parameter, axis: str) -> bool:
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in parameter.layout.spec]
+    return any(axis in entry for entry in entries)
+
+
+def _local(parameter: Parameter) -> int:
+    return math.prod(parameter.layout.local_shape)
+
+
+def _elements(parameters: list[Parameter], axis: str, shape: dict[str, int]) -> int:
+    """Elements on a device if `axis` did not split them."""
+    return sum(_local(parameter) * shape[axis] for parameter in parameters)
+
+
+def _elements_of_tables(tables: list[Parameter], uses: int, shape: dict[str, int]) -> int:
+    """The same, a table that is both embedding and output counted for each use."""
+    return sum(_local(p) * shape["fsdp"] * (uses if "vocab" in p.axes else 1) for p in tables)

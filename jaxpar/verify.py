@@ -1,0 +1,153 @@
+"""`python -m jaxpar.verify CONFIG [KEY=VALUE ...]`: does the configured layout compute what one device computes?
+
+Runs one step's loss and every gradient (dropout on, padding and packed documents included) on the configured mesh and on a single
+device, and compares them parameter by parameter. The model must fit one device; `--scaled-down` verifies a small copy with the same
+parts, layout and divisibility instead. Exit status: 0 equal, 1 something differs, 2 the configuration is wrong.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxpar.command_line import UserError, run_command, user_errors
+from jaxpar.config import Config
+from jaxpar.data import declared_vocab_size
+from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes
+from jaxpar.plan import Plan, make_plan
+from jaxpar.step import make_gradients
+
+__all__ = ["Difference", "differences", "loss_and_gradients_of", "main", "synthetic_batch"]
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2}
+_FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one array is from the reference: max |a − b| over the reference's largest entry."""
+
+    name: str
+    relative: float
+    largest: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    scaled_down = "--scaled-down" in arguments
+    rest = [argument for argument in arguments if argument != "--scaled-down"]
+    return run_command("jaxpar.verify", __doc__, lambda config: _verify(config, scaled_down), rest)
+
+
+def _verify(config: Config, scaled_down: bool) -> int:
+    devices = jax.devices()
+    with user_errors():
+        sizes = axis_sizes({axis: getattr(config.parallel, axis) for axis in AXES}, len(devices))
+        vocab_size = declared_vocab_size(config.data)
+        if scaled_down:
+            config, vocab_size = _scaled_down(config, sizes, vocab_size)
+        plan = make_plan(config, devices, vocab_size)
+        reference = make_plan(on_one_device(config), devices[:1], vocab_size)
+    batch = synthetic_batch(plan)
+    found = differences(loss_and_gradients_of(plan, batch), loss_and_gradients_of(reference, batch))
+    return _report(plan, found)
+
+
+def on_one_device(config: Config) -> Config:
+    """The same run without any splitting."""
+    single = config.parallel.model_copy(update=dict.fromkeys(AXES, 1) | {"sequence_parallel": False})
+    return config.model_copy(update={"parallel": single})
+
+
+def synthetic_batch(plan: Plan, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random tokens in packed documents of random lengths, about a tenth of them masked; a pure function of shapes and seed."""
+    random = np.random.default_rng(seed)
+    shape = (plan.config.train.batch_size, plan.config.data.sequence_length)
+    starts = random.random(shape) < 4 / shape[1]
+    starts[:, 0] = True
+    index = np.broadcast_to(np.arange(shape[1]), shape)
+    positions = index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+    tokens = random.integers(0, plan.vocab_size, (shape[0], shape[1] + 1))
+    return {
+        "tokens": tokens[:, :-1].astype(np.int32),
+        "targets": tokens[:, 1:].astype(np.int32),
+        "positions": positions.astype(np.int32),
+        "segment_ids": np.cumsum(starts, axis=1).astype(np.int32),
+        "loss_mask": random.random(shape) < 0.9,
+    }
+
+
+def loss_and_gradients_of(plan: Plan, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`loss`, `grad_norm` and each parameter's gradient by path, computed on the plan's mesh from its initial parameters."""
+    shardings = plan.param_shardings
+    gradients = jax.jit(make_gradients(plan), out_shardings=(shardings, plan.replicated))
+    with plan.execution.active():
+        params = jax.jit(plan.make_params, out_shardings=shardings)()
+        on_device = {name: jax.device_put(rows, plan.batch_sharding) for name, rows in batch.items()}
+        key = jax.random.key(plan.config.run.seed)
+        grads, metrics = jax.device_get(gradients(params, on_device, jax.device_put(key, plan.replicated)))
+    flat = {parameter.path: leaf for parameter, leaf in zip(plan.parameters, jax.tree.leaves(grads), strict=True)}
+    return {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], **flat}
+
+
+def differences(found: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Difference]:
+    """One entry an array. Gradients are measured against at least a thousandth of the largest gradient entry of all, so that
+    one that is mathematically zero (a key bias) is not judged by its rounding errors."""
+    gradients = [name for name in reference if name not in ("loss", "grad_norm")]
+    floor = _FLOOR * max(float(np.abs(reference[name]).max()) for name in gradients)
+    result = []
+    for name, expected in reference.items():
+        expected, got = np.asarray(expected, np.float64), np.asarray(found[name], np.float64)
+        largest = float(np.abs(expected).max())
+        scale = max(largest, floor) if name in gradients else largest
+        error = float(np.abs(got - expected).max()) / scale if np.isfinite(got).all() else float("inf")
+        result.append(Difference(name, error, largest))
+    return result
+
+
+def _report(plan: Plan, found: Sequence[Difference]) -> int:
+    tolerance = TOLERANCE[plan.config.precision.compute]
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    table = Table("what", title=f"Against one device ({plan.config.precision.compute}, tolerance {tolerance:g})", title_justify="left")
+    for name in ("largest entry", "relative difference", ""):
+        table.add_column(name, justify="right")
+    for item in found:
+        table.add_row(item.name, f"{item.largest:.3e}", f"{item.relative:.1e}", "" if item.relative <= tolerance else "DIFFERS")
+    console.print(table)
+    differing = [item for item in found if not item.relative <= tolerance]
+    if differing:
+        console.print(f"{len(differing)} of {len(found)} differ; the first is {differing[0].name}", highlight=False)
+        return 1
+    console.print(f"all {len(found)} agree: {', '.join(f'{a}={n}' for a, n in plan.mesh.shape.items() if n > 1) or 'one device'}", highlight=False)  # fmt: skip
+    return 0
+
+
+def _scaled_down(config: Config, sizes: Mapping[str, int], vocab_size: int) -> tuple[Config, int]:
+    """A small copy of the run with the same parts and layout."""
+    model = config.model
+    if not hasattr(model, "scaled_down"):
+        raise UserError(f"--scaled-down: model.name={model.name!r} has no scaled_down(tensor=..., fsdp=...) method")  # type: ignore[attr-defined]
+    length = 16 * sizes["tensor"]
+    rows = 2
+    for axis in BATCH_AXES:
+        rows *= sizes[axis]
+    small = config.model_copy(
+        update={
+            "model": model.scaled_down(tensor=sizes["tensor"], fsdp=sizes["fsdp"]),
+            "data": config.data.model_copy(update={"sequence_length": length}),
+            "train": config.train.model_copy(update={"batch_size": rows}),
+            "evaluation": config.evaluation.model_copy(update={"batch_size": 0}),
+            "kernels": config.kernels.model_copy(update={"attention_block": min(config.kernels.attention_block, length // 2)}),
+        }
+    )
+    return small, min(vocab_size, 1000)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
