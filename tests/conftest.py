@@ -5,8 +5,13 @@ from pathlib import Path
 
 # Before JAX starts: of XLA's passes on CPU, all-reduce-promotion crashes on bfloat16 reductions in partly manual
 # shard_maps, and cse_barrier_expander (jax 0.10.2) deletes the barriers that make unrolled layers recompute.
+# Tests compile much and run little, so that code is generated fast rather than to be fast.
 os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", ""), "--xla_disable_hlo_passes=all-reduce-promotion,cse_barrier_expander"]
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_disable_hlo_passes=all-reduce-promotion,cse_barrier_expander",
+        "--xla_backend_optimization_level=0",
+    ]
 ).strip()
 
 import jax

@@ -1,0 +1,97 @@
+"""Runs of tiny models whose every split dim divides by 8, for comparison between layouts."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.config import Config
+from jaxpar.models import TransformerConfig
+from jaxpar.plan import make_plan
+from jaxpar.state import init_state
+from jaxpar.step import Step
+from jaxpar.verify import synthetic_batch
+
+VOCAB_SIZE = 250
+NUM_STEPS = 5
+BETA1 = 0.9
+
+# Initial weights large enough that attention is far from uniform; heads, widths and sequence divide by 8.
+SIZES = {"num_layers": 2, "embed_dim": 32, "num_heads": 8, "head_dim": 4, "mlp_dim": 64, "init_std": 0.2, "dropout": 0.1}
+MODELS = {
+    "gpt2": TransformerConfig(
+        **SIZES, activation="gelu", gated=False, norm="layernorm", positions="learned", qkv_bias=True, attention_bias=True,
+        mlp_bias=True, tied=True,
+    ),
+    "llama": TransformerConfig(**SIZES, num_kv_heads=2, tied=False),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run computed: metrics of each step, the first step's gradients, and the parameters at the end, by path."""
+
+    metrics: list[dict[str, float]]
+    gradients: dict[str, np.ndarray]
+    params: dict[str, np.ndarray]
+
+
+def make_config(model: str, layout: dict, **sections: dict) -> Config:
+    return Config.model_validate(
+        {
+            "model": MODELS[model],
+            "data": {"sequence_length": 16},
+            "train": {"num_steps": NUM_STEPS, "batch_size": 8, "max_grad_norm": float("inf")},
+            # Without clipping, AdamW's first moment after one step is (1 − β1) times the gradient. A large epsilon keeps
+            # gradients that are mathematically zero (key biases) from being blown up to full steps.
+            "optimizer": {"name": "adamw", "learning_rate": 1e-2, "beta1": BETA1, "epsilon": 1e-3},
+            "schedule": {"name": "constant"},
+            "loss": {"chunk_tokens": 24, "z_loss": 1e-3, "label_smoothing": 0.1},
+            "parallel": {"data": 1} | layout,
+        }
+        | sections
+    )
+
+
+def train(config: Config, devices: list[jax.Device]) -> Trace:
+    """Five optimizer steps, each on a batch of its own."""
+    plan = make_plan(config, devices, VOCAB_SIZE)
+    step = Step(plan)
+
+    def by_path(tree) -> dict[str, np.ndarray]:
+        leaves = jax.tree.leaves(jax.device_get(tree))
+        return {parameter.path: leaf for parameter, leaf in zip(plan.parameters, leaves, strict=True)}
+
+    metrics = []
+    gradients: dict[str, np.ndarray] = {}
+    with plan.execution.active():
+        state = init_state(plan, step.optimizer)
+        for number in range(config.train.num_steps):
+            rows = synthetic_batch(plan, seed=number)
+            batch = {name: jax.device_put(array, plan.batch_sharding) for name, array in rows.items()}
+            state, values = step.train(state, batch)
+            metrics.append({name: value.item() for name, value in jax.device_get(values).items()})
+            if number == 0:
+                moments = by_path(state.optimizer[0].mu)
+                gradients = {path: moment / (1 - BETA1) for path, moment in moments.items()}
+        return Trace(metrics, gradients, by_path(state.params))
+
+
+@functools.cache
+def one_device(model: str) -> Trace:
+    return train(make_config(model, {}), jax.devices()[:1])
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[[str], Trace]:
+    """The trace of a model on one device."""
+    return one_device
+
+
+@pytest.fixture(scope="session")
+def layout_run() -> Callable[..., Trace]:
+    """The trace of a model on 8 devices: `layout_run(model, layout, **sections)`."""
+    return lambda model, layout, **sections: train(make_config(model, layout, **sections), jax.devices())

@@ -1,0 +1,55 @@
+"""Every mesh of 8 devices over data, fsdp and tensor computes what one device computes: loss, every gradient, five steps."""
+
+import numpy as np
+import pytest
+
+MESHES = [
+    {"data": data, "fsdp": fsdp, "tensor": 8 // (data * fsdp)}
+    for data in (1, 2, 4, 8)
+    for fsdp in (1, 2, 4, 8)
+    if data * fsdp <= 8
+]
+LAYOUTS = [mesh | {"sequence_parallel": split} for mesh in MESHES for split in (False, True) if mesh["tensor"] > 1 or not split]
+
+
+def name_of(layout: dict) -> str:
+    sizes = "-".join(f"{axis}{size}" for axis, size in layout.items() if axis != "sequence_parallel" and size > 1)
+    return sizes + ("-sequence" if layout["sequence_parallel"] else "")
+
+
+def assert_same(found, expected):
+    for step, (got, want) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
+        assert got.keys() == want.keys()
+        for metric in want:
+            np.testing.assert_allclose(got[metric], want[metric], rtol=2e-5, err_msg=f"{metric} of step {step}")
+    assert_close("gradient", found.gradients, expected.gradients)
+    assert_close("parameter", found.params, expected.params)
+
+
+def assert_close(what: str, found: dict, expected: dict):
+    """Each array to 1e-4 of its largest entry; the absolute part is for what is zero but for rounding (a key bias)."""
+    assert found.keys() == expected.keys()
+    for path, want in expected.items():
+        tolerance = 1e-4 * np.abs(want).max() + 1e-6
+        np.testing.assert_allclose(found[path], want, rtol=0, atol=tolerance, err_msg=f"{what} {path}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_layout_equals_one_device(model, layout, reference, layout_run):
+    assert_same(layout_run(model, layout), reference(model))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"remat": {"policy": "full"}}, {"remat": {"policy": "dots"}}, {"kernels": {"unroll_layers": True}}],
+    ids=["full", "dots", "unrolled"],
+)
+def test_recomputation_and_unrolling_change_nothing(sections, reference, layout_run):
+    layout = {"data": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True}
+    assert_same(layout_run("llama", layout, **sections), reference("llama"))
+
+
+def test_there_are_all_meshes():
+    assert len(MESHES) == 10
+    assert len(LAYOUTS) == 16
