@@ -1,4 +1,5 @@
-"""What each backend and JAX version wants: flags before JAX starts, and the forms of matrix products that are fast on it.
+"""What each backend and JAX version wants: flags before JAX starts, and the forms of matrix products that are fast on
+it.
 
 The entry points call `prepare` before the first device is touched; importing jaxpar changes nothing.
 """
@@ -39,5 +40,6 @@ def _xla_flags(requested: Sequence[str]) -> list[str]:
 
 
 def matrix_product_forms(platform: str, compute_dtype: str) -> dict[str, bool]:
-    """`Execution`'s `float32_products` and `transposed_weight_gradients` for the backend; they never change the mathematics."""
+    """`Execution`'s `float32_products` and `transposed_weight_gradients` for the backend; they never change the
+    mathematics."""
     return {"float32_products": False, "transposed_weight_gradients": False}

@@ -1,14 +1,37 @@
-"""What the command lines share: arguments, exit status, and what is set before JAX starts."""
+"""What the command lines share: arguments, exit status, signals, and what is set before JAX starts."""
 
 import contextlib
+import os
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import FrameType, TracebackType
+from typing import Self
 
 from jaxpar.config import Config, ConfigError, dump_toml, help_text, load_config
 
-__all__ = ["USER_ERROR", "UserError", "run_command", "user_errors"]
+__all__ = [
+    "FAULT",
+    "INTERRUPTED",
+    "STOPPED",
+    "USER_ERROR",
+    "StopSignals",
+    "Stopped",
+    "UserError",
+    "run_command",
+    "user_errors",
+]
 
+FAULT = 1
 USER_ERROR = 2
+STOPPED = 75
+"""A signal ended the run with nothing lost (EX_TEMPFAIL): the same command goes on."""
+INTERRUPTED = 130
+
+_SHOW_CURSOR = b"\x1b[?25h\r\n"
+_REPEATED_SECONDS = 0.5
 
 
 class UserError(Exception):
@@ -25,30 +48,120 @@ def user_errors() -> Iterator[None]:
 
 
 def run_command(
-    module: str, description: str | None, command: Callable[[Config], int], arguments: Sequence[str]
+    module: str,
+    description: str | None,
+    command: Callable[[Config, Collection[str]], int],
+    arguments: Sequence[str],
+    *,
+    flags: Sequence[str] = (),
 ) -> int:
-    """Loads the configuration that `arguments` name, prepares the backend, and runs `command`; returns the exit status."""
+    """Loads the configuration that `arguments` name, prepares the backend, and runs `command` on it and the flags given.
+
+    Returns the exit status.
+    """
     options = [argument for argument in arguments if argument.startswith("-")]
     rest = [argument for argument in arguments if not argument.startswith("-")]
     try:
         if {"-h", "--help"} & set(options):
-            print(f"{(description or '').strip()}\n\n{help_text()}")
+            _show(f"{(description or '').strip()}\n\n{help_text()}\n")
             return 0
-        unknown = sorted(set(options) - {"--print-config"})
-        if unknown:
-            raise UserError(f"unknown option {unknown[0]}; there are --help and --print-config")
+        known = (*flags, "--print-config", "--help")
+        if unknown := [option for option in options if option not in known]:
+            raise UserError(f"unknown option {unknown[0]}; options: {', '.join(known)}")
         if not rest or "=" in rest[0]:
             raise UserError(f"usage: python -m {module} CONFIG.toml [KEY=VALUE ...]   (--help lists every key)")
         config = load_config(rest[0], rest[1:])
-        if options:
-            print(dump_toml(config), end="")
+        if "--print-config" in options:
+            _show(dump_toml(config))
             return 0
         from jaxpar.backend import prepare
 
         with user_errors():
             for line in prepare(config.parallel, config.runtime):
-                print(line)
-        return command(config)
+                print(line, flush=True)
+        return command(config, options)
     except (ConfigError, UserError) as error:
         print(error, file=sys.stderr)
         return USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _show(text: str) -> None:
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        # The reader (`head`, `less`) has seen enough; Python's own flush at exit would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Stopped(BaseException):
+    """A signal has arrived where stopping at once loses nothing."""
+
+
+class StopSignals:
+    """Takes SIGINT (Ctrl-C) and SIGTERM while it is entered, in the main thread.
+
+    The first one raises `Stopped`, or inside `deferred()` is only noted in `received`. A further Ctrl-C ends the process at once.
+    A thread reads the signals from a pipe, since Python itself runs handlers between two of its own instructions: a compilation,
+    or a wait for devices that never answer, would keep even the second Ctrl-C waiting.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._raised = False
+        self._deferred = False
+
+    def __enter__(self) -> Self:
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._previous_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        os.close(self._write_end)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """A block that looks at `received` itself, where it can stop with its state saved."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    def stop(self) -> bool:
+        """Whether a signal has arrived."""
+        return self.received is not None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number)
+        if not self._deferred and not self._raised:
+            self._raised = True
+            raise Stopped(self.received.name)
+
+    def _watch(self) -> None:
+        first: float | None = None
+        while number := os.read(self._read_end, 1):
+            if number[0] not in self._previous:
+                continue
+            name = signal.Signals(number[0]).name
+            if first is None:
+                first = time.monotonic()
+                self.received = self.received or signal.Signals(number[0])
+                ends = "stopping after this step, with the state saved" if self._deferred else "stopping"
+                print(f"{name}: {ends}; a further Ctrl-C ends the process at once", file=sys.stderr, flush=True)
+            # Wrappers forward the terminal's Ctrl-C, so that one keystroke can arrive twice.
+            elif number[0] == signal.SIGINT and time.monotonic() - first > _REPEATED_SECONDS:
+                print(f"killed by a second {name}", file=sys.stderr, flush=True)
+                if os.isatty(1):
+                    os.write(1, _SHOW_CURSOR)
+                os._exit(128 + number[0])
+        os.close(self._read_end)
+

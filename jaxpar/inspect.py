@@ -1,13 +1,13 @@
 """`python -m jaxpar.inspect CONFIG [KEY=VALUE ...]`: where every parameter lives and why, memory, and communication.
 
-Nothing is trained and no data is read. With `--no-compile` only what follows from shapes is printed. For a cluster that is not
-here, add `parallel.simulated_devices=N`. Exit status: 0, or 2 if something in the configuration is wrong.
+Nothing is trained and no data is read. With `--no-compile` only what follows from shapes is printed. For a cluster that
+is not here, add `parallel.simulated_devices=N`. Exit status: 0, or 2 if something in the configuration is wrong.
 """
 
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 from rich.console import Console
@@ -25,13 +25,13 @@ from jaxpar.traffic import ExpectedTraffic, expected_traffic
 
 __all__ = ["compile_step", "main"]
 
+_NO_COMPILE = "--no-compile"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    with_compile = "--no-compile" not in arguments
-    rest = [argument for argument in arguments if argument != "--no-compile"]
-    return run_command("jaxpar.inspect", __doc__, lambda config: _inspect(config, with_compile), rest)
+    return run_command("jaxpar.inspect", __doc__, _inspect, arguments, flags=[_NO_COMPILE])
 
 
 def compile_step(plan: Plan) -> jax.stages.Compiled:
@@ -41,7 +41,7 @@ def compile_step(plan: Plan) -> jax.stages.Compiled:
         return step.train.lower(abstract_state(plan, step.optimizer), abstract_batch(plan)).compile()
 
 
-def _inspect(config: Config, with_compile: bool) -> int:
+def _inspect(config: Config, flags: Collection[str]) -> int:
     with user_errors():
         plan = make_plan(config, jax.devices(), declared_vocab_size(config.data))
         step = Step(plan)
@@ -52,7 +52,7 @@ def _inspect(config: Config, with_compile: bool) -> int:
         console.print(note, highlight=False)
     console.print(_parameter_table(plan))
     console.print(_state_table(plan, step))
-    if with_compile:
+    if _NO_COMPILE not in flags:
         compiled = compile_step(plan)
         console.print(_memory_table(compiled))
         console.print(_traffic_table(plan, compiled))
@@ -60,9 +60,8 @@ def _inspect(config: Config, with_compile: bool) -> int:
 
 
 def _parameter_table(plan: Plan) -> Table:
-    table = Table(title="Parameters", title_justify="left")
-    for name in ("path", "shape", "logical axes → mesh axes", "local shape", "bytes a device", "why"):
-        table.add_column(name, justify="right" if name == "bytes a device" else "left")
+    columns = ("path", "shape", "logical axes → mesh axes", "local shape", "bytes a device", "why")
+    table = _table("Parameters", columns, right=("bytes a device",))
     for parameter in plan.parameters:
         spec = [*parameter.layout.spec, *(None,) * (len(parameter.axes) - len(parameter.layout.spec))]
         axes = ", ".join(
@@ -78,9 +77,8 @@ def _parameter_table(plan: Plan) -> Table:
 
 def _state_table(plan: Plan, step: Step) -> Table:
     state = abstract_state(plan, step.optimizer)
-    table = Table(title="State", title_justify="left")
-    for name in ("what", "elements", "bytes a device", "bytes in all"):
-        table.add_column(name, justify="left" if name == "what" else "right")
+    columns = ("what", "elements", "bytes a device", "bytes in all")
+    table = _table("State", columns, right=columns[1:])
     # A gradient has its parameter's shape, format and place.
     for name, tree in (("parameters", state.params), ("gradients", state.params), ("optimizer", state.optimizer)):
         leaves = jax.tree.leaves(tree)
@@ -91,8 +89,7 @@ def _state_table(plan: Plan, step: Step) -> Table:
 
 
 def _memory_table(compiled: jax.stages.Compiled) -> Table:
-    table = Table("what", title="Memory of the compiled step, a device", title_justify="left")
-    table.add_column("bytes", justify="right")
+    table = _table("Memory of the compiled step, a device", ("what", "bytes"), right=("bytes",))
     for name, value in memory_table(compiled).items():
         table.add_row(name.removesuffix("_bytes").replace("_", " "), _bytes(value))
     return table
@@ -101,33 +98,36 @@ def _memory_table(compiled: jax.stages.Compiled) -> Table:
 def _traffic_table(plan: Plan, compiled: jax.stages.Compiled) -> Table:
     text = compiled.as_text()
     assert text is not None
-    rows = group_by_axis(parse_collectives(text, plan.mesh.shape))
     expected: dict[tuple[tuple[str, ...], str], list[ExpectedTraffic]] = defaultdict(list)
     for item in expected_traffic(plan):
         expected[item.axes, item.traffic.kind].append(item)
+    numbers = ("count", "array bytes", "bytes sent", "formula: bytes sent")
     title = "Collectives of the compiled step, a device (the formula is for a step without recomputation)"
-    table = Table(title=title, title_justify="left")
-    for name in ("mesh axes", "kind", "count", "array bytes", "bytes sent", "formula: bytes sent", "for"):
-        table.add_column(name, justify="left" if name in ("mesh axes", "kind", "for") else "right")
-    for row in rows:
-        items = expected.pop((row.axes, row.kind), [])
-        table.add_row(
-            "+".join(row.axes), row.kind, _count(row), _bytes(row.payload_bytes), _bytes(row.sent_bytes), *_formula(items)
-        )
+    table = _table(title, ("mesh axes", "kind", *numbers, "for"), right=numbers)
+    for row in group_by_axis(parse_collectives(text, plan.mesh.shape)):
+        numbers = (_count(row), _bytes(row.payload_bytes), _bytes(row.sent_bytes))
+        table.add_row("+".join(row.axes), row.kind, *numbers, *_formula(expected.pop((row.axes, row.kind), [])))
     for (axes, kind), items in expected.items():
         table.add_row("+".join(axes), kind, "0", "0 B", "0 B", *_formula(items))
+    return table
+
+
+def _table(title: str, columns: Sequence[str], right: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", min_width=len(title))
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left")
     return table
 
 
 def _formula(items: list[ExpectedTraffic]) -> tuple[str, str]:
     if not items:
         return "", ""
-    return _bytes(sum(item.traffic.sent_bytes for item in items)), ", ".join(item.purpose for item in items)
+    return _bytes(sum(item.traffic.sent_bytes for item in items)), ", ".join(dict.fromkeys(item.purpose for item in items))
 
 
 def _count(row: CollectiveRow) -> str:
-    marks = ("" if row.trip_count_known else " (a loop's length is unknown)") + (" (in a branch)" if row.conditional else "")
-    return f"{row.count}{marks}"
+    unknown = "" if row.trip_count_known else " (a loop's length is unknown)"
+    return f"{row.count}{unknown}{' (in a branch)' if row.conditional else ''}"
 
 
 def _shape(shape: Sequence[int]) -> str:

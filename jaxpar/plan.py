@@ -1,4 +1,5 @@
-"""The plan of a run: mesh, sharding tables, how the model is executed, and every parameter's place. Nothing is compiled here.
+"""The plan of a run: mesh, sharding tables, how the model is executed, and every parameter's place. Nothing is
+compiled here.
 
 `make_plan` refuses what cannot work, in the words of the configuration.
 """
@@ -22,11 +23,15 @@ from jaxpar.parallel.layers import REMAT_POLICIES
 from jaxpar.parallel.mesh import BATCH_AXES, axis_sizes, make_mesh
 from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, resolve
 
+VOCAB_MULTIPLE = 128
+"""What the vocabulary is padded to, unless the model says otherwise: one number, so that meshes pad alike."""
+
 __all__ = ["ModelConfig", "Parameter", "Plan", "make_plan"]
 
 
 class ModelConfig(Protocol):
-    """What `[model]` must offer: a name, and a model. One that declares `vocab_size` fixes it; 0 takes the tokenizer's."""
+    """What `[model]` must offer: a name, and a model. One that declares `vocab_size` fixes it; 0 takes the
+    tokenizer's."""
 
     name: str
 
@@ -106,7 +111,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     sizes = axis_sizes(config.parallel.model_dump(include=set(axis_sizes({"data": 1}, 1))), len(devices))
     _check_supported(sizes)
     vocab_size, note = _vocabulary(config, vocab_size)
-    multiple = math.lcm(getattr(config.model, "vocab_multiple", 1), sizes["tensor"])
+    multiple = math.lcm(getattr(config.model, "vocab_multiple", VOCAB_MULTIPLE), sizes["tensor"])
     padded_vocab_size = math.ceil(vocab_size / multiple) * multiple
     _check_divides(config, sizes)
     mesh = make_mesh(sizes, devices)
@@ -158,9 +163,10 @@ def _abstract_model(config: Config, vocab_size: int, padded_vocab_size: int) -> 
     structure, params, other = nnx.split(model, nnx.Param, ...)
     stateful = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(other)]
     if stateful:
+        name = config.model.name  # type: ignore[attr-defined]
         raise ValueError(
-            f"model.name={config.model.name!r} keeps state that is not an nnx.Param ({', '.join(stateful)}); "  # type: ignore[attr-defined]
-            "take randomness from the dropout_key argument and keep no counters, so that a step is a function of its inputs"
+            f"model.name={name!r} keeps state that is not an nnx.Param ({', '.join(stateful)}); take randomness from "
+            "the dropout_key argument and keep no counters, so that a step is a function of its inputs"
         )
     axes = {}
     for path, variable in nnx.to_flat_state(params):
@@ -168,7 +174,8 @@ def _abstract_model(config: Config, vocab_size: int, padded_vocab_size: int) -> 
         name = "/".join(map(str, path))
         if names is None:
             raise ValueError(
-                f"parameter {name} {variable.shape} has no logical axes; annotate it: nnx.Param(value, out_sharding=(...))"
+                f"parameter {name} {variable.shape} has no logical axes; "
+                "annotate it: nnx.Param(value, out_sharding=(...))"
             )
         axes[name] = tuple(names)
     return structure, nnx.to_pure_dict(params), axes
@@ -199,8 +206,8 @@ def _rules(config: Config, sizes: Mapping[str, int]) -> tuple[ShardingRules, lis
         )
     residual = ("context", "tensor") if config.parallel.sequence_parallel else ("context",)
     weights = {
-        "layers": (), "vocab": tensor, "positions": (), "heads": tensor, "kv_heads": kv_heads, "head_dim": (), "mlp": tensor,
-        "vector": (),
+        "layers": (), "vocab": tensor, "positions": (), "heads": tensor, "kv_heads": kv_heads, "head_dim": (), "mlp":
+        tensor, "norm": (), "vector": (),
     }  # fmt: skip
     stored = weights | {"embed": ("fsdp",)}
     used = weights | {"embed": (), "batch": BATCH_AXES, "sequence": ("context",), "residual_sequence": residual}
@@ -257,13 +264,18 @@ def _check_divides(config: Config, sizes: Mapping[str, int]) -> None:
         ("evaluation.batch_size", config.evaluation.batch_size or config.train.batch_size),
     ):
         if value % shards:
-            below = value - value % shards
-            legal = ", ".join(str(n) for n in (below, below + shards) if n)
-            raise ValueError(f"{key}={value} must divide by {split} = {shards}, the devices that share the batch; nearest legal values: {legal}")  # fmt: skip
+            raise ValueError(
+                f"{key}={value} must divide by {split} = {shards}, the devices that share the batch; "
+                f"nearest legal values: {_nearest_multiples(value, shards)}"
+            )
     length = config.data.sequence_length
     if config.parallel.sequence_parallel and length % sizes["tensor"]:
-        below = length - length % sizes["tensor"]
         raise ValueError(
-            f"data.sequence_length={length} must divide by parallel.tensor={sizes['tensor']} with parallel.sequence_parallel; "
-            f"nearest legal values: {below}, {below + sizes['tensor']}"
+            f"data.sequence_length={length} must divide by parallel.tensor={sizes['tensor']} with "
+            f"parallel.sequence_parallel; nearest legal values: {_nearest_multiples(length, sizes['tensor'])}"
         )
+
+
+def _nearest_multiples(value: int, factor: int) -> str:
+    below = value - value % factor
+    return ", ".join(str(number) for number in (below, below + factor) if number)

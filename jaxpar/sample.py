@@ -1,9 +1,9 @@
 """Writes text with a model, a token at a time, each from a forward pass over the last `data.sequence_length` tokens."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -19,37 +19,59 @@ __all__ = ["continue_tokens"]
 
 
 def continue_tokens(
-    plan: Plan, params: Any, prompt: Sequence[int], *, num_tokens: int, temperature: float, end_of_text: int
+    plan: Plan,
+    params: Any,
+    prompt: Sequence[int],
+    *,
+    num_tokens: int,
+    temperature: float,
+    vocab_size: int,
+    end_of_text: int,
 ) -> list[int]:
-    """The tokens that follow `prompt`, at most `num_tokens`, until an end of text.
+    """The tokens that follow `prompt`, at most `num_tokens`, until an end of text; all are below `vocab_size`.
 
-    Every device group that shares the batch computes the same row. Temperature 0 takes the likeliest token.
+    A pure function of the arguments and `run.seed`. Every device group that shares the batch computes the same row. Temperature 0
+    takes the likeliest token.
+
+    Raises:
+      ValueError: the prompt has no token to start from.
     """
+    if not prompt:
+        raise ValueError("the prompt has no tokens; a text is continued from at least one")
     length = plan.config.data.sequence_length
     rows = math.prod(plan.mesh.shape[axis] for axis in BATCH_AXES)
-    next_token = jax.jit(
-        partial(_next_token, plan, temperature),
-        in_shardings=(plan.param_shardings, plan.batch_sharding, plan.replicated, plan.replicated),
-        out_shardings=plan.replicated,
-    )
+    next_token = _next_token_program(plan, temperature, vocab_size)
     tokens = list(prompt)
-    key = jax.random.key(plan.config.run.seed)
     with plan.execution.active():
         for number in range(num_tokens):
             window = tokens[-length:]
             padded = np.zeros((rows, length), np.int32)
             padded[:, : len(window)] = window
             batch = jax.device_put(padded, plan.batch_sharding)
-            last = jax.device_put(np.int32(len(window) - 1), plan.replicated)
-            token = int(next_token(params, batch, last, jax.random.fold_in(key, number)))
+            last, count = jax.device_put((np.int32(len(window) - 1), np.int32(number)), plan.replicated)
+            token = int(next_token(params, batch, last, count))
             if token == end_of_text:
                 break
             tokens.append(token)
     return tokens[len(prompt) :]
 
 
+@lru_cache(maxsize=1)
+def _next_token_program(plan: Plan, temperature: float, vocab_size: int) -> Callable[..., jax.Array]:
+    """The compiled choice of a token.
+
+    Cached so that it outlives its last run: XLA:CPU with oneDNN aborts the process if a program is freed at the moment in which
+    its threads return their resources.
+    """
+    return jax.jit(
+        partial(_next_token, plan, temperature, vocab_size),
+        in_shardings=(plan.param_shardings, plan.batch_sharding, plan.replicated, plan.replicated),
+        out_shardings=plan.replicated,
+    )
+
+
 def _next_token(
-    plan: Plan, temperature: float, params: Any, tokens_BT: jax.Array, last: jax.Array, key: jax.Array
+    plan: Plan, temperature: float, vocab_size: int, params: Any, tokens_BT: jax.Array, last: jax.Array, count: jax.Array
 ) -> jax.Array:
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
     inputs = {"tokens": tokens_BT, "positions": positions_BT, "segment_ids": None}
@@ -59,5 +81,9 @@ def _next_token(
         logits_BTV = replace(prediction, hidden_BTD=hidden_BTD).logits()
     else:
         logits_BTV = jax.lax.dynamic_slice_in_dim(prediction, last, 1, axis=1)
-    logits_V = logits_BTV[0, 0]
-    return jnp.argmax(logits_V) if temperature == 0.0 else jax.random.categorical(key, logits_V / temperature)
+    logits_V = logits_BTV[0, 0].astype(jnp.float32)
+    logits_V = jnp.where(jnp.arange(logits_V.size) < vocab_size, logits_V, -jnp.inf)
+    if temperature == 0.0:
+        return jnp.argmax(logits_V)
+    key = jax.random.fold_in(jax.random.key(plan.config.run.seed), count)
+    return jax.random.categorical(key, logits_V / temperature)

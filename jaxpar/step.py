@@ -39,14 +39,17 @@ _BATCH_DTYPES = {
 def abstract_batch(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
     """The training batch as shapes with shardings: [batch, sequence] each."""
     shape = (plan.config.train.batch_size, plan.config.data.sequence_length)
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=plan.batch_sharding) for name, dtype in _BATCH_DTYPES.items()}
+    return {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=plan.batch_sharding) for name, dtype in _BATCH_DTYPES.items()
+    }
 
 
 class Step:
     """The compiled functions of a run.
 
-    `train(state, batch) -> (state, metrics)` donates its state; `evaluate(params, batch, bytes of each token)` gives the
-    sums `nats`, `tokens` and `bytes` over valid tokens, without dropout, z-loss or smoothing. Both are jitted; call them inside `plan.execution.active()`.
+    `train(state, batch) -> (state, metrics)` donates its state; `evaluate(params, batch, bytes of each token)` gives
+    the sums `nats`, `tokens` and `bytes` over valid tokens, without dropout, z-loss or smoothing. Both are jitted; call
+    them inside `plan.execution.active()`.
     """
 
     def __init__(self, plan: Plan):
@@ -55,7 +58,9 @@ class Step:
         self.optimizer = make_optimizer(config.optimizer, self.schedule, plan.axes)
         self.shardings = state_shardings(plan, self.optimizer)
         gradients = make_gradients(plan)
-        evaluation_loss = in_compute_dtype(token_loss(plan, LossSettings(chunk_tokens=config.loss.chunk_tokens)), config.precision.compute)
+        evaluation_loss = in_compute_dtype(
+            token_loss(plan, LossSettings(chunk_tokens=config.loss.chunk_tokens)), config.precision.compute
+        )
 
         def train(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
             key = jax.random.fold_in(jax.random.key(config.run.seed), state.step)
@@ -79,7 +84,9 @@ class Step:
             donate_argnums=0,
         )
         self.evaluate = jax.jit(
-            evaluate, in_shardings=(self.shardings.params, batch_shardings, plan.replicated), out_shardings=plan.replicated
+            evaluate,
+            in_shardings=(self.shardings.params, batch_shardings, plan.replicated),
+            out_shardings=plan.replicated,
         )
 
 

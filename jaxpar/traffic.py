@@ -1,10 +1,11 @@
-"""What a plan's step should send between devices, from formulas and shapes alone; `inspect` and the tests hold the compiler to it.
+"""What a plan's step should send between devices, from formulas and shapes alone; `inspect` and the tests hold the
+compiler to it.
 
 Counted for a step without recomputation; scalars (losses, norms, token counts) are left out.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -42,36 +43,46 @@ def expected_traffic(plan: Plan) -> list[ExpectedTraffic]:
 def _weights(plan: Plan) -> Iterator[ExpectedTraffic]:
     """FSDP's gathers, and the reduction of gradients over the axes that share the batch.
 
-    Tables (embedding, output) are gathered once and their gradients are scattered where they are summed; layers' weights are
-    gathered again in the backward pass, and their gradients are reduced where the compiler puts it: scattered on GPU and TPU,
-    whole on CPU.
+    Tables (embedding, output) are gathered once and their gradients are scattered where they are summed; layers'
+    weights are gathered again in the backward pass, and their gradients are reduced where the compiler puts it:
+    scattered on GPU and TPU, whole on CPU.
     """
     compute_bytes = jnp.dtype(plan.config.precision.compute).itemsize
     shape = plan.mesh.shape
     batch_axes = tuple(axis for axis in BATCH_AXES if shape[axis] > 1)
-    replica_axes = tuple(axis for axis in batch_axes if axis != "fsdp")
-    in_layers = [parameter for parameter in plan.parameters if "layers" in parameter.axes]
-    tables = [parameter for parameter in plan.parameters if "layers" not in parameter.axes]
     uses = 2 if getattr(plan.config.model, "tied", False) else 1
-    split = {True: [p for p in in_layers if _is_split(p, "fsdp")], False: [p for p in tables if _is_split(p, "fsdp")]}
+    in_layers = [p for p in plan.parameters if "layers" in p.axes]
+    split_layers = _unsplit(sum(_local(p) for p in in_layers if _is_split(p, "fsdp")), shape)
+    tables = [p for p in plan.parameters if "layers" not in p.axes and _is_split(p, "fsdp")]
+    table_uses = [(p, uses if "vocab" in p.axes else 1) for p in tables]
     if shape["fsdp"] > 1:
-        gathered = 2 * _elements(split[True], "fsdp", shape) + _elements_of_tables(split[False], uses, shape)
+        gathered = 2 * split_layers + sum(_unsplit(_local(p), shape) * times for p, times in table_uses)
         yield _expected(("fsdp",), "weights gathered", "all-gather", gathered * compute_bytes, shape)
-    if not batch_axes:
-        return
-    scatter = plan.mesh.devices.flat[0].platform != "cpu"
-    whole = [p for p in plan.parameters if not _is_split(p, "fsdp")]
-    table_elements = _elements_of_tables(split[False], uses, shape)
-    reduced_whole = sum(_local(p) for p in whole) + (uses - 1) * sum(_local(p) for p in whole if "vocab" in p.axes)
-    if not scatter:
-        reduced_whole += _elements(split[True], "fsdp", shape)
+    for parameter, times in table_uses:
+        elements = _unsplit(_local(parameter), shape) * times
+        yield _expected(("fsdp",), f"gradient of {parameter.path}", "reduce-scatter", elements * 4, shape)
+        rest = tuple(axis for axis in _summed_axes(plan, parameter) if axis != "fsdp")
+        if rest:
+            yield _expected(rest, f"gradient of {parameter.path}", "all-reduce", _local(parameter) * times * 4, shape)
+    if plan.mesh.devices.flat[0].platform != "cpu":
+        yield _expected(("fsdp",), "gradients", "reduce-scatter", split_layers * 4, shape)
+        replicas = tuple(axis for axis in batch_axes if axis != "fsdp")
+        yield _expected(replicas, "gradients", "all-reduce", split_layers // shape["fsdp"] * 4, shape)
     else:
-        table_elements += _elements(split[True], "fsdp", shape)
-    yield _expected(batch_axes, "gradients", "all-reduce", reduced_whole * 4, shape)
-    if table_elements:
-        yield _expected(("fsdp",), "gradients", "reduce-scatter", table_elements * 4, shape)
-        if replica_axes:
-            yield _expected(replica_axes, "gradients", "all-reduce", table_elements * 4 // shape["fsdp"], shape)
+        yield _expected(batch_axes, "gradients", "all-reduce", split_layers * 4, shape)
+    for parameter in plan.parameters:
+        if not _is_split(parameter, "fsdp"):
+            times = uses if "vocab" in parameter.axes else 1
+            axes = _summed_axes(plan, parameter)
+            yield _expected(axes, "gradients", "all-reduce", _local(parameter) * times * 4, shape)
+
+
+def _summed_axes(plan: Plan, parameter: Parameter) -> tuple[str, ...]:
+    """Mesh axes over which a gradient is summed at once: those of the batch, and of the sequence for a position
+    table."""
+    shape = plan.mesh.shape
+    axes = BATCH_AXES + ("tensor",) * (plan.config.parallel.sequence_parallel and "positions" in parameter.axes)
+    return tuple(axis for axis in axes if shape[axis] > 1)
 
 
 def _tensor(plan: Plan) -> Iterator[ExpectedTraffic]:
@@ -92,8 +103,8 @@ def _tensor(plan: Plan) -> Iterator[ExpectedTraffic]:
         yield _expected(axes, "embedding's gradient", "all-gather", tokens_bytes * element_bytes, shape)
         yield _expected(axes, "hidden states for the head", "all-gather", tokens_bytes * element_bytes, shape)
         yield _expected(axes, "their gradient", "reduce-scatter", tokens_bytes * 4, shape)
-        vectors = sum(_local(p) for p in plan.parameters if "vector" in p.axes)
-        yield _expected(axes, "norms' and biases' gradients", "all-reduce", vectors * 4, shape)
+        norms = sum(_local(p) for p in plan.parameters if "norm" in p.axes)
+        yield _expected(axes, "norms' gradients", "all-reduce", norms * 4, shape)
     else:
         layer = tensor_parallel_layer(sequences, length, hidden, size, element_bytes=element_bytes)
         yield _expected(axes, "embedding", "all-reduce", tokens_bytes * element_bytes, shape)
@@ -102,10 +113,12 @@ def _tensor(plan: Plan) -> Iterator[ExpectedTraffic]:
         yield ExpectedTraffic(axes, f"{dims['num_layers']} layers", traffic.times(dims["num_layers"]))
     for traffic in vocabulary_parallel_cross_entropy(sequences, length, size, packed=True):
         yield ExpectedTraffic(axes, "cross-entropy", traffic)
+    if config.loss.label_smoothing:
+        yield _expected(axes, "label smoothing", "all-reduce", sequences * length * 4, shape)
 
 
 def _expected(
-    axes: tuple[str, ...], purpose: str, kind: str, payload_bytes: int, shape: dict[str, int]
+    axes: tuple[str, ...], purpose: str, kind: str, payload_bytes: int, shape: Mapping[str, int]
 ) -> ExpectedTraffic:
     group = math.prod(shape[axis] for axis in axes)
     return ExpectedTraffic(axes, purpose, Traffic(kind, None, payload_bytes, ring_bytes(kind, payload_bytes, group)))
@@ -120,11 +133,6 @@ def _local(parameter: Parameter) -> int:
     return math.prod(parameter.layout.local_shape)
 
 
-def _elements(parameters: list[Parameter], axis: str, shape: dict[str, int]) -> int:
-    """Elements on a device if `axis` did not split them."""
-    return sum(_local(parameter) * shape[axis] for parameter in parameters)
-
-
-def _elements_of_tables(tables: list[Parameter], uses: int, shape: dict[str, int]) -> int:
-    """The same, a table that is both embedding and output counted for each use."""
-    return sum(_local(p) * shape["fsdp"] * (uses if "vocab" in p.axes else 1) for p in tables)
+def _unsplit(elements: int, shape: Mapping[str, int]) -> int:
+    """Elements on a device if `fsdp` did not split them."""
+    return elements * shape["fsdp"]

@@ -1,27 +1,28 @@
 """`python -m jaxpar.train CONFIG [KEY=VALUE ...]`: trains a model, or goes on with a run that was stopped.
 
-`--print-config` prints the resolved configuration instead, `--help` every key. Exit status: 0 done, 2 something in the
-configuration or the data is wrong, 75 stopped by a signal with the state saved.
+`--print-config` prints the resolved configuration instead, `--help` every key. Ctrl-C or SIGTERM saves the state and stops; a second
+Ctrl-C ends the process at once. Exit status: 0 done, 1 the loss is no longer finite, 2 something in the configuration or the data is
+wrong, 75 stopped by a signal with nothing lost: the same command goes on.
 """
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 
 import jax
 
-from jaxpar.checkpoint import Checkpoints
-from jaxpar.command_line import run_command, user_errors
+from jaxpar.checkpoint import Checkpoints, run_directory
+from jaxpar.command_line import FAULT, STOPPED, Stopped, StopSignals, run_command, user_errors
 from jaxpar.config import Config
-from jaxpar.data import Tokenizer, make_tokenizer, open_data
+from jaxpar.data import Tokenizer, declared_vocab_size, make_tokenizer, open_data
+from jaxpar.metrics import make_progress
 from jaxpar.plan import Plan, make_plan
 from jaxpar.sample import continue_tokens
 from jaxpar.state import TrainState
+from jaxpar.step import Step
 from jaxpar.trainer import Trainer
 
-__all__ = ["STOPPED", "main"]
-
-STOPPED = 75
+__all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,45 +30,80 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command("jaxpar.train", __doc__, _train, sys.argv[1:] if arguments is None else arguments)
 
 
-def _train(config: Config) -> int:
-    show_progress = config.logging.progress != "off"
-    with user_errors():
-        tokenizer = make_tokenizer(config.data, show_progress=show_progress)
-        plan = make_plan(config, jax.devices(), tokenizer.vocab_size)
-        corpus = open_data(config.data, tokenizer, show_progress=show_progress)
-        checkpoints = Checkpoints(Path(config.run.dir) / "checkpoints", keep=config.checkpoint.keep)
-    with checkpoints:
+def _train(config: Config, flags: Collection[str]) -> int:
+    with StopSignals() as signals:
+        try:
+            return _run(config, signals)
+        except Stopped as stopped:
+            print(f"stopped by {stopped}; nothing is lost, the same command goes on", file=sys.stderr)
+            return STOPPED
+        except FloatingPointError as error:
+            print(error, file=sys.stderr)
+            return FAULT
+
+
+def _run(config: Config, signals: StopSignals) -> int:
+    is_writer = jax.process_index() == 0
+    show_progress = is_writer and config.logging.progress in ("auto", "bar") and sys.stderr.isatty()
+    with ExitStack() as opened:
         with user_errors():
-            trainer = Trainer(plan, tokenizer, corpus, checkpoints)
-        _announce(plan)
-        state, stopped = trainer.run()
+            # What does not depend on the text is refused before it is read.
+            vocab_size = declared_vocab_size(config.data)
+            plan = make_plan(config, jax.devices(), vocab_size)
+            step = Step(plan)
+            directory = opened.enter_context(run_directory(config.run.dir, is_writer=is_writer))
+            tokenizer = make_tokenizer(config.data, show_progress=show_progress)
+            if tokenizer.vocab_size != vocab_size:
+                plan = make_plan(config, jax.devices(), tokenizer.vocab_size)
+                step = Step(plan)
+            corpus = open_data(config.data, tokenizer, show_progress=show_progress)
+            checkpoints = opened.enter_context(Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep))
+            trainer = opened.enter_context(Trainer(plan, step, tokenizer, corpus, checkpoints, directory))
+        if is_writer:
+            print("\n".join(_description(plan)), flush=True)
+        with user_errors():
+            progress = make_progress(
+                config.logging.progress if is_writer else "off",
+                num_steps=config.train.num_steps,
+                start_step=trainer.start.step,
+            )
+        with progress, signals.deferred():
+            state, stopped = trainer.run(progress, signals.stop)
     if stopped:
-        print(f"the state is saved; the same command goes on with {config.run.dir}")
+        print(f"the state is saved in {config.run.dir}; the same command goes on", file=sys.stderr)
         return STOPPED
     if config.evaluation.sample_prompt:
-        _print_sample(plan, tokenizer, state)
+        text = _sample(plan, tokenizer, state)
+        if is_writer:
+            print(f"\nsample:\n{text}", flush=True)
     return 0
 
 
-def _announce(plan: Plan) -> None:
+def _description(plan: Plan) -> list[str]:
     config = plan.config
     num_parameters = sum(parameter.size for parameter in plan.parameters)
     sizes = " × ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items() if size > 1) or "1"
     device = plan.mesh.devices.flat[0]
-    print(f"{config.model.name}: {num_parameters:,} parameters, vocabulary {plan.vocab_size:,}")  # type: ignore[attr-defined]
-    print(f"{plan.mesh.size} {device.platform} device(s) ({device.device_kind}): {sizes}")
-    for note in plan.notes:
-        print(note)
+    kind = "" if device.device_kind == device.platform else f" ({device.device_kind})"
+    return [
+        f"{config.model.name}: {num_parameters:,} parameters, vocabulary {plan.vocab_size:,}",  # type: ignore[attr-defined]
+        f"{plan.mesh.size} {device.platform} device(s){kind}: {sizes}",
+        *plan.notes,
+    ]
 
 
-def _print_sample(plan: Plan, tokenizer: Tokenizer, state: TrainState) -> None:
+def _sample(plan: Plan, tokenizer: Tokenizer, state: TrainState) -> str:
     evaluation = plan.config.evaluation
-    prompt = tokenizer.encode(evaluation.sample_prompt).tolist()
     tokens = continue_tokens(
-        plan, state.params, prompt, num_tokens=evaluation.sample_tokens, temperature=evaluation.sample_temperature,
+        plan,
+        state.params,
+        tokenizer.encode(evaluation.sample_prompt).tolist(),
+        num_tokens=evaluation.sample_tokens,
+        temperature=evaluation.sample_temperature,
+        vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.end_of_text,
-    )  # fmt: skip
-    print(f"\nsample:\n{evaluation.sample_prompt}{tokenizer.decode(tokens)}")
+    )
+    return f"{evaluation.sample_prompt}{tokenizer.decode(tokens)}"
 
 
 if __name__ == "__main__":

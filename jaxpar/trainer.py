@@ -1,156 +1,210 @@
 """The loop: data in, step, metrics out; evaluate, save, stop. No mathematics.
 
-The metrics of a step are fetched after the next step is dispatched, so that the devices never wait for the host.
+The metrics of a step are fetched after the next step is dispatched, so that the devices never wait for the host. Before anything is
+saved all metrics are written, so that a run which goes on from a checkpoint repeats no line of `metrics.jsonl` and misses none.
 """
 
+import json
 import math
-import signal
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
+import tomllib
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import jax
 import numpy as np
 
-from jaxpar.checkpoint import Checkpoints
-from jaxpar.config import changed_keys, dump_toml, load_config
+from jaxpar.checkpoint import Checkpoints, write_whole
+from jaxpar.config import Config, changed_keys, dump_toml, parse_config
 from jaxpar.data import Corpus, Tokenizer, heldout_batches, train_batches
-from jaxpar.metrics import Progress, Throughput, Writer, find_peak, make_progress, make_writers, transformer_flops_per_token
+from jaxpar.metrics import Progress, Throughput, Writer, find_peak, make_writers, transformer_flops_per_token
+from jaxpar.optim import make_schedule
 from jaxpar.plan import Plan
 from jaxpar.state import TrainState, abstract_state, init_state
 from jaxpar.step import Step
 
-__all__ = ["StopSignals", "Trainer", "evaluate", "resumable_step"]
+__all__ = ["Start", "Trainer", "evaluate", "find_start"]
 
 _MAY_CHANGE = ("parallel", "logging", "hardware", "runtime", "checkpoint", "evaluation", "kernels", "remat", "run.dir",
-               "train.num_steps", "data.cache_dir", "data.prefetch")  # fmt: skip
+               "train.num_steps", "data.cache_dir", "data.prefetch", "loss.chunk_tokens")  # fmt: skip
 
 
-class StopSignals:
-    """Notes SIGINT (Ctrl-C) and SIGTERM while it is entered, so that the loop can stop at a step's end; a second one kills."""
+@dataclass(frozen=True)
+class Start:
+    """The step that a run goes on from (0 for a new run), and what a user should know of it."""
 
-    def __init__(self) -> None:
-        self.received: int | None = None
-
-    def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        signal.signal(number, self._previous[number])
+    step: int
+    messages: tuple[str, ...] = ()
 
 
-def resumable_step(plan: Plan, checkpoints: Checkpoints) -> int | None:
-    """The step of the checkpoint that the run goes on from; None for a new run.
+def find_start(config: Config, tokenizer: Tokenizer, checkpoints: Checkpoints) -> Start:
+    """Where the run in `run.dir` stands.
 
     Raises:
-      ValueError: the run in `run.dir` was started with values that would make it another run.
+      ValueError: it was started with values that would make it another run, or is longer than this one.
     """
     step = checkpoints.newest_step
     if step is None:
-        return None
-    path = Path(plan.config.run.dir) / "config.toml"
-    changes = changed_keys(load_config(path), plan.config)
+        return Start(0)
+    notes = checkpoints.notes(step)
+    saved = f"run.dir={config.run.dir!r} holds a run, saved at step {step},"
+    before = parse_config(tomllib.loads(notes["config"]), source=f"the configuration of the run in {config.run.dir}")
+    changes = changed_keys(before, config)
     fixed = {key: values for key, values in changes.items() if not _may_change(key)}
     if fixed:
         lines = "\n".join(f"  {key}: {old!r} → {new!r}" for key, (old, new) in fixed.items())
         raise ValueError(
-            f"run.dir={plan.config.run.dir!r} holds a run (saved at step {step}) that was started with other values:\n{lines}\n"
+            f"{saved} that was started with other values:\n{lines}\n"
             "set them back to go on with it, or choose another run.dir"
         )
-    return step
+    if notes["tokenizer"] != tokenizer.digest:
+        raise ValueError(
+            f"{saved} whose tokenizer was another one, although [data.tokenizer] is the same: its file, or the text that it is "
+            "trained on, has changed since. Put that back, or choose another run.dir"
+        )
+    if step > config.train.num_steps:
+        raise ValueError(
+            f"{saved} which is beyond train.num_steps={config.train.num_steps}; the nearest legal value is {step}"
+        )
+    shown = ", ".join(f"{key} {old!r} → {new!r}" for key, (old, new) in changes.items() if key != "run.dir")
+    left = config.train.num_steps - step
+    goes_on = f"continuing after step {step} of {config.train.num_steps}" if left else f"all {step} steps are made"
+    return Start(step, (goes_on + (f"; changed: {shown}" if shown else ""), *_schedule_messages(before, config, step)))
 
 
 def _may_change(key: str) -> bool:
     return any(key == safe or key.startswith(f"{safe}.") for safe in _MAY_CHANGE)
 
 
+def _schedule_messages(before: Config, config: Config, step: int) -> tuple[str, ...]:
+    """A message if the steps that were made would have had other learning rates in a run of the new length."""
+    old, new = (make_schedule(c.schedule, c.optimizer.learning_rate, c.train.num_steps) for c in (before, config))
+    made, would, next_ = float(old(step - 1)), float(new(step - 1)), float(new(step))
+    if math.isclose(made, would, rel_tol=1e-6):
+        return ()
+    return (
+        f"note: the {config.schedule.name} schedule depends on train.num_steps. Step {step} was made at learning rate "
+        f"{made:.4g}, a run of {config.train.num_steps} steps makes it at {would:.4g}; step {step + 1} is made at "
+        f"{next_:.4g}. The result is not that of one run of {config.train.num_steps} steps",
+    )
+
+
 class Trainer:
-    """One run from its first or resumed step to its last, or to a signal."""
+    """One run from its first or resumed step to its last, or to the moment when it is asked to stop.
 
-    def __init__(self, plan: Plan, tokenizer: Tokenizer, corpus: Corpus, checkpoints: Checkpoints):
-        self.plan, self.config, self.checkpoints, self.corpus = plan, plan.config, checkpoints, corpus
-        self.step = Step(plan)
-        self.byte_lengths = np.zeros(plan.padded_vocab_size, np.int32)
-        self.byte_lengths[: tokenizer.vocab_size] = tokenizer.token_byte_lengths()
-        self.start_step = resumable_step(plan, checkpoints) or 0
-        self.run_dir = Path(self.config.run.dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "config.toml").write_text(dump_toml(self.config), encoding="utf-8")
-        self.progress: Progress
-        self.writers: list[Writer]
+    A context manager; inside it the run's data and writers are open.
 
-    def run(self) -> tuple[TrainState, bool]:
-        """The final state, and whether a signal ended the run early; either way the state is saved."""
-        config = self.config
-        self.writers = make_writers(
-            self.run_dir,
-            tensorboard=config.logging.tensorboard,
-            wandb_project=config.logging.wandb_project,
-            config=config.model_dump(mode="json"),
-            start_step=self.start_step,
-        )
-        self.progress = make_progress(config.logging.progress, num_steps=config.train.num_steps, start_step=self.start_step)
-        try:
-            with self.progress, StopSignals() as signals:
-                meter = self._meter()
-                with self.plan.execution.active():
-                    return self._run(signals, meter)
-        finally:
-            for writer in self.writers:
-                writer.close()
+    Raises:
+      ValueError: `run.dir` holds another run, the data are too short, or a writer's package is missing.
+    """
 
-    def _run(self, signals: StopSignals, meter: Throughput) -> tuple[TrainState, bool]:
-        config, num_steps = self.config, self.config.train.num_steps
-        state = self._initial_state()
-        batches = train_batches(
-            self.corpus, config.data, batch_size=config.train.batch_size, seed=config.run.seed, start_step=self.start_step,
-            process_index=jax.process_index(), process_count=jax.process_count(),
-        )  # fmt: skip
-        pending: tuple[int, dict[str, jax.Array]] | None = None
-        if self.start_step < num_steps:
-            self.progress.message("compiling the step ...")
-        try:
-            on_device = _prefetched(batches, self.plan)
-            for number in range(self.start_step + 1, num_steps + 1):
-                state, metrics = self.step.train(state, next(on_device))
-                self._report(pending, meter)
-                pending = (number, metrics)
-                stop = signals.received is not None
-                evaluate_now = config.evaluation.every_steps and number % config.evaluation.every_steps == 0
-                save_now = config.checkpoint.every_steps and number % config.checkpoint.every_steps == 0
-                if stop or evaluate_now or save_now or number == num_steps:
-                    self._report(pending, meter)
-                    pending = None
-                    meter.pause(number, time.monotonic())
-                    if (evaluate_now or number == num_steps) and not stop:
-                        self._evaluate(number, state)
-                    if stop or save_now or number == num_steps:
-                        self.checkpoints.save(number, state, dump_toml(config))
-                    meter.resume(time.monotonic())
-                if stop:
-                    self.progress.message(f"stopped by {signal.Signals(signals.received).name} at step {number}")
-                    return state, number < num_steps
-        finally:
-            batches.close()
-        return state, False
+    def __init__(
+        self, plan: Plan, step: Step, tokenizer: Tokenizer, corpus: Corpus, checkpoints: Checkpoints, run_dir: Path
+    ):
+        config = plan.config
+        self.plan, self.step, self.corpus, self.checkpoints = plan, step, corpus, checkpoints
+        self.start = find_start(config, tokenizer, checkpoints)
+        self._byte_lengths = np.zeros(plan.padded_vocab_size, np.int32)
+        self._byte_lengths[: tokenizer.vocab_size] = tokenizer.token_byte_lengths()
+        self._notes = {"config": dump_toml(config), "tokenizer": tokenizer.digest}
+        self._evaluated = _has_evaluation(run_dir / "metrics.jsonl", self.start.step)
+        self._writers: list[Writer] = []
+        with ExitStack() as opened:
+            self._batches = train_batches(
+                corpus, config.data, batch_size=config.train.batch_size, seed=config.run.seed, start_step=self.start.step,
+                process_index=jax.process_index(), process_count=jax.process_count(),
+            )  # fmt: skip
+            opened.callback(self._batches.close)
+            if jax.process_index() == 0:
+                write_whole(run_dir / "config.toml", self._notes["config"])
+                self._writers = make_writers(
+                    run_dir,
+                    tensorboard=config.logging.tensorboard,
+                    wandb_project=config.logging.wandb_project,
+                    config=config.model_dump(mode="json"),
+                    start_step=self.start.step,
+                )
+            for writer in self._writers:
+                opened.callback(writer.close)
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._opened.close()
+
+    def run(self, progress: Progress, stop: Callable[[], bool] = lambda: False) -> tuple[TrainState, bool]:
+        """The state at the end, and whether `stop` ended the run early; either way the state is saved.
+
+        Raises:
+          FloatingPointError: the loss or the gradient is not finite, so that the parameters are lost.
+        """
+        config = self.plan.config
+        num_steps, number = config.train.num_steps, self.start.step
+        for message in self.start.messages:
+            progress.message(message)
+        if config.data.holdout_every == 0:
+            progress.message("nothing is held out (data.holdout_every=0), so there is no evaluation")
+        with self.plan.execution.active():
+            state = self._initial_state()
+            if number and self._evaluation_is_due(number) and not self._evaluated:
+                self._evaluated = self._evaluate(number, state, progress, stop)
+            if number == num_steps:
+                return state, stop()
+            meter = self._meter(progress)
+            progress.message("compiling the step ...")
+            return self._loop(state, progress, meter, stop)
+
+    def _loop(
+        self, state: TrainState, progress: Progress, meter: Throughput, stop: Callable[[], bool]
+    ) -> tuple[TrainState, bool]:
+        checkpoint, num_steps, number = self.plan.config.checkpoint, self.plan.config.train.num_steps, self.start.step
+        pending: tuple[int, Mapping[str, jax.Array]] | None = None
+        batch = _to_devices(next(self._batches), self.plan)
+        guard = "allow"
+        while True:
+            number += 1
+            last = number == num_steps
+            with jax.transfer_guard(guard):
+                state, metrics = self.step.train(state, batch)
+                if not last:
+                    batch = _to_devices(next(self._batches), self.plan)
+                self._report(pending, progress, meter)
+            pending, guard = (number, metrics), "disallow"
+            stopping = stop()
+            save = checkpoint.every_steps > 0 and number % checkpoint.every_steps == 0
+            if not (stopping or save or self._evaluation_is_due(number)):
+                continue
+            self._report(pending, progress, meter)
+            pending = None
+            meter.pause(number, time.monotonic())
+            # Evaluated before it is saved: a run that goes on from here has the line already.
+            complete = not self._evaluation_is_due(number) or self._evaluate(number, state, progress, stop)
+            stopping = stop()
+            if stopping or save or last:
+                self.checkpoints.save(number, state, self._notes)
+            if stopping:
+                progress.message(f"stopped after step {number} of {num_steps}")
+            if stopping or last:
+                return state, not (last and complete)
+            meter.resume(time.monotonic())
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        every = self.plan.config.evaluation.every_steps
+        return step == self.plan.config.train.num_steps or (every > 0 and step % every == 0)
 
     def _initial_state(self) -> TrainState:
-        if self.start_step:
-            self.progress.message(f"continuing from step {self.start_step}, saved in {self.run_dir}")
-            return self.checkpoints.restore(self.start_step, abstract_state(self.plan, self.step.optimizer))
-        return init_state(self.plan, self.step.optimizer)
+        if self.start.step == 0:
+            return init_state(self.plan, self.step.optimizer)
+        return self.checkpoints.restore(self.start.step, abstract_state(self.plan, self.step.optimizer))
 
-    def _meter(self) -> Throughput:
-        config = self.config
+    def _meter(self, progress: Progress) -> Throughput:
+        config = self.plan.config
         tokens_per_step = config.train.batch_size * config.data.sequence_length
         if not hasattr(config.model, "dims"):
             return Throughput(tokens_per_step)
@@ -158,41 +212,65 @@ class Trainer:
             **config.model.dims(self.plan.vocab_size), sequence_length=config.data.sequence_length
         )
         peak = find_peak(self.plan.mesh.devices.ravel().tolist(), config.precision.compute, config.hardware.peak_tflops)
-        self.progress.message(f"peak for MFU: {peak.flops_per_second / 1e12:.4g} TFLOP/s ({peak.source})")
+        progress.message(f"peak for MFU: {peak.flops_per_second / 1e12:.4g} TFLOP/s ({peak.source})")
         return Throughput(tokens_per_step, flops.training, peak.flops_per_second)
 
-    def _report(self, pending: tuple[int, dict[str, jax.Array]] | None, meter: Throughput) -> None:
+    def _report(
+        self, pending: tuple[int, Mapping[str, jax.Array]] | None, progress: Progress, meter: Throughput
+    ) -> None:
         """Fetches the metrics of a dispatched step and, where due, shows and writes them."""
         if pending is None:
             return
         step, on_device = pending
+        config = self.plan.config
         values: dict[str, Any] = {name: value.item() for name, value in jax.device_get(on_device).items()}
         meter.synchronised(step, time.monotonic())
-        if not math.isfinite(values["loss"]):
-            self.progress.message(f"step {step}: the loss is {values['loss']}")
-        values["tokens"] = step * self.config.train.batch_size * self.config.data.sequence_length
-        if step % self.config.logging.every_steps == 0 or step == self.config.train.num_steps:
+        values["tokens"] = step * config.train.batch_size * config.data.sequence_length
+        finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        if step % config.logging.every_steps == 0 or step == config.train.num_steps or not finite:
             rates = meter.take()
             if rates is not None:
                 values |= rates.values()
                 if rates.warning:
-                    self.progress.message(f"warning: {rates.warning}")
-            for writer in self.writers:
+                    progress.message(f"warning: {rates.warning}")
+            for writer in self._writers:
                 writer.write(step, values)
-            self.progress.update(step, values)
+            progress.update(step, values)
+        if not finite:
+            saved = self.checkpoints.newest_step
+            raise FloatingPointError(
+                f"step {step}: the loss is {values['loss']:g} and the gradient's norm {values['grad_norm']:g}, so the parameters are "
+                f"lost and not saved; {'there is no checkpoint' if saved is None else f'the newest checkpoint is of step {saved}'}. "
+                "A lower optimizer.learning_rate, more schedule.warmup_steps or precision.compute=float32 may help, in another run.dir"
+            )
 
-    def _evaluate(self, step: int, state: TrainState) -> None:
-        values = evaluate(self.plan, self.step, state.params, self.corpus, self.byte_lengths)
-        if not values:
-            return
-        for writer in self.writers:
-            writer.write(step, values)
-        shown = f"held-out loss {values['eval/loss']:.4f} nats per token, {values['eval/bits_per_byte']:.4f} bits per byte"
-        self.progress.message(f"step {step}: {shown}")
+    def _evaluate(self, step: int, state: TrainState, progress: Progress, stop: Callable[[], bool]) -> bool:
+        """Evaluates, shows and writes; False if `stop` came first."""
+        values = evaluate(self.plan, self.step, state.params, self.corpus, self._byte_lengths, stop)
+        if values is None:
+            return False
+        if values:
+            for writer in self._writers:
+                writer.write(step, values)
+            shown = [f"{values['eval/loss']:.4f} nats per token"]
+            if "eval/bits_per_byte" in values:
+                shown.append(f"{values['eval/bits_per_byte']:.4f} bits per byte")
+            progress.message(f"step {step}: held-out loss {', '.join(shown)}")
+        return True
 
 
-def evaluate(plan: Plan, step: Step, params: Any, corpus: Corpus, byte_lengths: np.ndarray) -> dict[str, float]:
-    """`eval/loss` in nats per token and `eval/bits_per_byte` over the whole held-out set; nothing if none is held out."""
+def evaluate(
+    plan: Plan,
+    step: Step,
+    params: Any,
+    corpus: Corpus,
+    byte_lengths: np.ndarray,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """`eval/loss` in nats per token and `eval/bits_per_byte` over the whole held-out set; nothing if none is held out.
+
+    None if `stop` said so before the end. `byte_lengths` has the bytes that each entry of the padded vocabulary stands for.
+    """
     config = plan.config
     batches = heldout_batches(
         corpus, config.data, batch_size=config.evaluation.batch_size or config.train.batch_size,
@@ -200,22 +278,39 @@ def evaluate(plan: Plan, step: Step, params: Any, corpus: Corpus, byte_lengths: 
     )  # fmt: skip
     lengths = jax.device_put(byte_lengths, plan.replicated)
     totals = {"nats": 0.0, "tokens": 0, "bytes": 0}
-    for batch in _prefetched(batches, plan):
-        for name, value in jax.device_get(step.evaluate(params, batch, lengths)).items():
-            totals[name] += value.item()
+    pending: Mapping[str, jax.Array] = {}
+    for rows in batches:
+        if stop():
+            return None
+        sums = step.evaluate(params, _to_devices(rows, plan), lengths)
+        _add(totals, pending)
+        pending = sums
+    _add(totals, pending)
     if not totals["tokens"]:
         return {}
     values = {"eval/loss": totals["nats"] / totals["tokens"]}
     return values | {"eval/bits_per_byte": totals["nats"] / math.log(2) / totals["bytes"]} if totals["bytes"] else values
 
 
-def _prefetched(batches: Iterable[dict[str, np.ndarray]], plan: Plan) -> Iterator[dict[str, jax.Array]]:
-    """Global arrays, put on the devices one batch ahead of use."""
-    waiting: deque[dict[str, jax.Array]] = deque()
-    for batch in batches:
-        waiting.append(
-            {name: jax.make_array_from_process_local_data(plan.batch_sharding, rows) for name, rows in batch.items()}
-        )
-        if len(waiting) > 1:
-            yield waiting.popleft()
-    yield from waiting
+def _add(totals: dict[str, Any], sums: Mapping[str, jax.Array]) -> None:
+    for name, value in jax.device_get(dict(sums)).items():
+        totals[name] += value.item()
+
+
+def _to_devices(rows: Mapping[str, np.ndarray], plan: Plan) -> dict[str, jax.Array]:
+    """Global arrays of this process's rows; the transfer goes on while the caller does."""
+    return {name: jax.make_array_from_process_local_data(plan.batch_sharding, array) for name, array in rows.items()}
+
+
+def _has_evaluation(path: Path, step: int) -> bool:
+    """Whether `metrics.jsonl` has the evaluation of a step: a run that was stopped may owe its last one."""
+    if not path.exists():
+        return False
+    for line in path.read_bytes().splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and entry.get("step") == step and "eval/loss" in entry:
+            return True
+    return False

@@ -1,13 +1,16 @@
 """`python -m jaxpar.verify CONFIG [KEY=VALUE ...]`: does the configured layout compute what one device computes?
 
-Runs one step's loss and every gradient (dropout on, padding and packed documents included) on the configured mesh and on a single
-device, and compares them parameter by parameter. The model must fit one device; `--scaled-down` verifies a small copy with the same
-parts, layout and divisibility instead. Exit status: 0 equal, 1 something differs, 2 the configuration is wrong.
+Computes one batch's loss and every gradient, before clipping, on the configured mesh and on a single device (dropout on,
+padding and packed documents included), and compares them parameter by parameter. The model must fit one device;
+`--scaled-down` verifies a small copy with the same parts, layout and divisibility instead. Exit status: 0 equal,
+1 something differs, 2 the configuration is wrong.
 """
 
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -26,6 +29,7 @@ __all__ = ["Difference", "differences", "loss_and_gradients_of", "main", "synthe
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2}
 _FLOOR = 1e-3
+_SCALED_DOWN = "--scaled-down"
 
 
 @dataclass(frozen=True)
@@ -40,18 +44,18 @@ class Difference:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    scaled_down = "--scaled-down" in arguments
-    rest = [argument for argument in arguments if argument != "--scaled-down"]
-    return run_command("jaxpar.verify", __doc__, lambda config: _verify(config, scaled_down), rest)
+    return run_command("jaxpar.verify", __doc__, _verify, arguments, flags=[_SCALED_DOWN])
 
 
-def _verify(config: Config, scaled_down: bool) -> int:
+def _verify(config: Config, flags: Collection[str]) -> int:
     devices = jax.devices()
     with user_errors():
         sizes = axis_sizes({axis: getattr(config.parallel, axis) for axis in AXES}, len(devices))
         vocab_size = declared_vocab_size(config.data)
-        if scaled_down:
+        if _SCALED_DOWN in flags:
             config, vocab_size = _scaled_down(config, sizes, vocab_size)
+        # Clipping would spread one wrong gradient over all of them.
+        config = config.model_copy(update={"train": config.train.model_copy(update={"max_grad_norm": math.inf})})
         plan = make_plan(config, devices, vocab_size)
         reference = make_plan(on_one_device(config), devices[:1], vocab_size)
     batch = synthetic_batch(plan)
@@ -66,7 +70,10 @@ def on_one_device(config: Config) -> Config:
 
 
 def synthetic_batch(plan: Plan, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random tokens in packed documents of random lengths, about a tenth of them masked; a pure function of shapes and seed."""
+    """Random tokens in packed documents of random lengths, about a tenth of them masked.
+
+    A pure function of the shapes and the seed.
+    """
     random = np.random.default_rng(seed)
     shape = (plan.config.train.batch_size, plan.config.data.sequence_length)
     starts = random.random(shape) < 4 / shape[1]
@@ -84,47 +91,64 @@ def synthetic_batch(plan: Plan, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def loss_and_gradients_of(plan: Plan, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """`loss`, `grad_norm` and each parameter's gradient by path, computed on the plan's mesh from its initial parameters."""
-    shardings = plan.param_shardings
-    gradients = jax.jit(make_gradients(plan), out_shardings=(shardings, plan.replicated))
+    """`loss`, each parameter's gradient by path, and `grad_norm`, on the plan's mesh at its initial parameters."""
+    program = _gradients_program(plan)
     with plan.execution.active():
-        params = jax.jit(plan.make_params, out_shardings=shardings)()
+        params = jax.jit(plan.make_params, out_shardings=plan.param_shardings)()
         on_device = {name: jax.device_put(rows, plan.batch_sharding) for name, rows in batch.items()}
         key = jax.random.key(plan.config.run.seed)
-        grads, metrics = jax.device_get(gradients(params, on_device, jax.device_put(key, plan.replicated)))
+        grads, metrics = jax.device_get(program(params, on_device, jax.device_put(key, plan.replicated)))
     flat = {parameter.path: leaf for parameter, leaf in zip(plan.parameters, jax.tree.leaves(grads), strict=True)}
-    return {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], **flat}
+    return {"loss": metrics["loss"], **flat, "grad_norm": metrics["grad_norm"]}
+
+
+@lru_cache(maxsize=2)
+def _gradients_program(plan: Plan) -> Callable[..., Any]:
+    """The compiled gradients; cached so that they outlive their run, as `jaxpar.sample` says."""
+    return jax.jit(make_gradients(plan), out_shardings=(plan.param_shardings, plan.replicated))
 
 
 def differences(found: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Difference]:
-    """One entry an array. Gradients are measured against at least a thousandth of the largest gradient entry of all, so that
-    one that is mathematically zero (a key bias) is not judged by its rounding errors."""
+    """One entry an array.
+
+    Gradients are measured against at least a thousandth of the largest gradient entry of all, so that one that is
+    mathematically zero (a key bias) is not judged by its rounding errors. Where a vocabulary is padded further for one
+    layout than for the other, the padding counts as zeros.
+    """
     gradients = [name for name in reference if name not in ("loss", "grad_norm")]
     floor = _FLOOR * max(float(np.abs(reference[name]).max()) for name in gradients)
     result = []
     for name, expected in reference.items():
-        expected, got = np.asarray(expected, np.float64), np.asarray(found[name], np.float64)
+        got, expected = _same_shape(np.asarray(found[name], np.float64), np.asarray(expected, np.float64))
         largest = float(np.abs(expected).max())
         scale = max(largest, floor) if name in gradients else largest
-        error = float(np.abs(got - expected).max()) / scale if np.isfinite(got).all() else float("inf")
+        error = float(np.abs(got - expected).max()) / scale if np.isfinite(got).all() else math.inf
         result.append(Difference(name, error, largest))
     return result
 
 
+def _same_shape(*arrays: np.ndarray) -> list[np.ndarray]:
+    shape = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
+    return [np.pad(array, [(0, n - m) for m, n in zip(array.shape, shape, strict=True)]) for array in arrays]
+
+
 def _report(plan: Plan, found: Sequence[Difference]) -> int:
-    tolerance = TOLERANCE[plan.config.precision.compute]
+    compute = plan.config.precision.compute
+    tolerance = TOLERANCE[compute]
     console = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table("what", title=f"Against one device ({plan.config.precision.compute}, tolerance {tolerance:g})", title_justify="left")
+    table = Table("what", title=f"Against one device ({compute}, tolerance {tolerance:g})", title_justify="left")
     for name in ("largest entry", "relative difference", ""):
         table.add_column(name, justify="right")
-    for item in found:
-        table.add_row(item.name, f"{item.largest:.3e}", f"{item.relative:.1e}", "" if item.relative <= tolerance else "DIFFERS")
-    console.print(table)
     differing = [item for item in found if not item.relative <= tolerance]
+    for item in found:
+        mark = "DIFFERS" if item in differing else ""
+        table.add_row(item.name, f"{item.largest:.3e}", f"{item.relative:.1e}", mark)
+    console.print(table)
     if differing:
         console.print(f"{len(differing)} of {len(found)} differ; the first is {differing[0].name}", highlight=False)
         return 1
-    console.print(f"all {len(found)} agree: {', '.join(f'{a}={n}' for a, n in plan.mesh.shape.items() if n > 1) or 'one device'}", highlight=False)  # fmt: skip
+    layout = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items() if size > 1)
+    console.print(f"all {len(found)} agree: {layout or 'one device, so nothing was split'}", highlight=False)
     return 0
 
 
@@ -132,8 +156,10 @@ def _scaled_down(config: Config, sizes: Mapping[str, int], vocab_size: int) -> t
     """A small copy of the run with the same parts and layout."""
     model = config.model
     if not hasattr(model, "scaled_down"):
-        raise UserError(f"--scaled-down: model.name={model.name!r} has no scaled_down(tensor=..., fsdp=...) method")  # type: ignore[attr-defined]
+        name = model.name  # type: ignore[attr-defined]
+        raise UserError(f"--scaled-down: model.name={name!r} has no scaled_down(tensor=..., fsdp=...) method")
     length = 16 * sizes["tensor"]
+    block = min(config.kernels.attention_block, length // 2)
     rows = 2
     for axis in BATCH_AXES:
         rows *= sizes[axis]
@@ -143,7 +169,7 @@ def _scaled_down(config: Config, sizes: Mapping[str, int], vocab_size: int) -> t
             "data": config.data.model_copy(update={"sequence_length": length}),
             "train": config.train.model_copy(update={"batch_size": rows}),
             "evaluation": config.evaluation.model_copy(update={"batch_size": 0}),
-            "kernels": config.kernels.model_copy(update={"attention_block": min(config.kernels.attention_block, length // 2)}),
+            "kernels": config.kernels.model_copy(update={"attention_block": block}),
         }
     )
     return small, min(vocab_size, 1000)

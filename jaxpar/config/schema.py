@@ -1,7 +1,9 @@
-"""Every key of a run's configuration, with its type, default, unit and meaning: the docstrings below are the `--help` text.
+"""Every key of a run's configuration, with its type, default, unit and meaning.
 
-A section is a frozen pydantic model that forbids unknown keys. A variant (`[optimizer] name = "..."`) is a tagged union whose
-members own their keys. Values that must agree across sections are checked in `jaxpar.plan.make_plan`, not here.
+The docstrings below are the `--help` text.
+
+A section is a frozen pydantic model that forbids unknown keys. A variant (`[optimizer] name = "..."`) is a tagged union
+whose members own their keys. Values that must agree across sections are checked in `jaxpar.plan.make_plan`, not here.
 """
 
 from typing import Annotated, Literal
@@ -43,7 +45,7 @@ class PackagedSource(Section):
     """The corpus that ships with jaxpar: 233 State of the Union addresses, 10.8 MB of English."""
 
     name: Literal["packaged"] = "packaged"
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Share of the mixture, relative to the other sources' weights."""
 
 
@@ -55,7 +57,7 @@ class TextSource(Section):
     """Files or glob patterns; .txt, .jsonl and .parquet, the first two also as .gz, .xz or .zst."""
     text_key: str = "text"
     """Key (jsonl) or column (parquet) that holds a document's text."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Share of the mixture, relative to the other sources' weights."""
 
 
@@ -69,7 +71,7 @@ class TokenFileSource(Section):
     """Layout of the files."""
     end_of_text: int = -1
     """Token id that ends a document; -1 means the tokenizer's."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Share of the mixture, relative to the other sources' weights."""
 
 
@@ -79,7 +81,7 @@ class MegatronSource(Section):
     name: Literal["megatron"] = "megatron"
     prefixes: tuple[str, ...] = Field(strict=False)
     """Paths without the .bin and .idx endings."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Share of the mixture, relative to the other sources' weights."""
 
 
@@ -107,7 +109,8 @@ class HuggingFaceTokenizer(Section):
     path: str
     """The file."""
     end_of_text: str = ""
-    """Token that ends a document; empty means the first of <|endoftext|>, </s>, <|end_of_text|>, <eos> that the file has."""
+    """Token that ends a document; empty means the first of <|endoftext|>, </s>, <|end_of_text|>, <eos> that the file
+    has."""
 
 
 class TiktokenTokenizer(Section):
@@ -135,7 +138,8 @@ class DataConfig(Section):
     tokenizer: TokenizerConfig = BpeTokenizer()
     """How text becomes tokens."""
     document_boundaries: Literal["respect", "ignore"] = "respect"
-    """"respect": attention stays within a document and positions restart; "ignore": a sequence is one stretch of text."""
+    """"respect": attention stays within a document and positions restart; "ignore": a sequence is one stretch of
+    text."""
     holdout_every: Annotated[int, Field(ge=0)] = 10
     """Documents 0, n, 2n, ... of each source are held out for evaluation; 0 holds out none."""
     cache_dir: str = ".cache/jaxpar"
@@ -158,7 +162,7 @@ class TrainConfig(Section):
 class LossConfig(Section):
     """Cross-entropy over the vocabulary."""
 
-    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the squared log-partition function, which keeps logits near zero (PaLM, section 5)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the target's probability that is spread evenly over the vocabulary."""
@@ -170,18 +174,19 @@ class AdamW(Section):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
     name: Literal["adamw"] = "adamw"
-    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3e-4
     """Peak learning rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of the first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Decay of the second moment."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """Decay of parameters with two or more dims, times the learning rate."""
     no_decay: tuple[str, ...] = Field(default=(), strict=False)
-    """Further parameters without decay: glob patterns over paths such as "embed/*"; one that matches nothing is an error."""
+    """Further parameters without decay: glob patterns over paths such as "embed/*"; one that matches nothing is an
+    error."""
 
 
 OptimizerConfig = AdamW
@@ -248,7 +253,8 @@ class ParallelConfig(Section):
     tensor: AxisSize = 1
     """Devices that share each layer's heads, feed-forward width and vocabulary (Megatron)."""
     sequence_parallel: bool = False
-    """Split the residual stream's sequence over `tensor` too, so that norms and dropout are not repeated (Korthikanti 2022)."""
+    """Split the residual stream's sequence over `tensor` too, so that norms and dropout are not repeated (Korthikanti
+    2022)."""
     simulated_devices: NonNegative = 0
     """Simulate this many devices on the CPU; 0 uses the devices there are."""
 
@@ -271,11 +277,13 @@ class KernelsConfig(Section):
     """Which implementations run."""
 
     attention: Literal["auto", "reference", "blockwise", "cudnn", "splash"] = "auto"
-    """"auto" takes the fastest for the backend and says which; "reference" holds all scores, "blockwise" one block of them."""
+    """"auto" takes the fastest for the backend and says which; "reference" holds all scores, "blockwise" one block of
+    them."""
     attention_block: Positive = 512
     """Query and key tokens a block of the blockwise implementation."""
     unroll_layers: bool = False
-    """Compile each layer for itself instead of one loop over layers: a little faster to run, slower to compile with depth."""
+    """Compile each layer for itself instead of one loop over layers: a little faster to run, slower to compile with
+    depth."""
 
 
 class EvaluationConfig(Section):
@@ -289,7 +297,7 @@ class EvaluationConfig(Section):
     """Start of a text that the model continues at the end of the run; empty writes none."""
     sample_tokens: Positive = 100
     """Tokens of the continuation."""
-    sample_temperature: Annotated[float, Field(ge=0)] = 0.8
+    sample_temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.8
     """0 takes the likeliest token, 1 draws from the model's distribution."""
 
 
@@ -318,8 +326,9 @@ class LoggingConfig(Section):
 class HardwareConfig(Section):
     """What the machine can do, for utilisation figures."""
 
-    peak_tflops: Annotated[float, Field(ge=0)] = 0.0
-    """Peak of one device in TFLOP/s at the compute format; 0 takes the data sheet's figure, or measures a matrix product."""
+    peak_tflops: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Peak of one device in TFLOP/s at the compute format; 0 takes the data sheet's, or measures. Counted for each
+    device."""
 
 
 class RuntimeConfig(Section):
@@ -340,7 +349,9 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = AdamW()
+    """How parameters are updated."""
     schedule: ScheduleConfig = CosineSchedule()
+    """The learning rate over the run."""
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
     remat: RematConfig = RematConfig()

@@ -13,7 +13,8 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class RopeScaling(BaseModel):
-    """Stretches rotary frequencies for longer contexts, as Llama 3.1 does: long waves by `factor`, short ones not at all."""
+    """Stretches rotary frequencies for longer contexts, as Llama 3.1 does: long waves by `factor`, short ones not at
+    all."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -30,7 +31,8 @@ class RopeScaling(BaseModel):
     def _ordered(self) -> Self:
         if self.high_frequency_factor <= self.low_frequency_factor:
             raise ValueError(
-                f"high_frequency_factor={self.high_frequency_factor} must exceed low_frequency_factor={self.low_frequency_factor}"
+                f"high_frequency_factor={self.high_frequency_factor} must exceed "
+                f"low_frequency_factor={self.low_frequency_factor}"
             )
         return self
 
@@ -101,13 +103,16 @@ class TransformerConfig(BaseModel):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of embeddings, attention outputs and feed-forward outputs set to zero while training."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
-    """Standard deviation of initial weights; those that add to the residual stream are divided by sqrt(2·num_layers)."""
+    """Standard deviation of initial weights; those that add to the residual stream are divided by
+    sqrt(2·num_layers)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.num_heads % self.kv_heads:
             legal = ", ".join(str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0)
-            raise ValueError(f"num_kv_heads={self.kv_heads} must divide num_heads={self.num_heads}; legal values: {legal}")
+            raise ValueError(
+                f"num_kv_heads={self.kv_heads} must divide num_heads={self.num_heads}; legal values: {legal}"
+            )
         if not self.head_dim and self.embed_dim % self.num_heads:
             below = self.embed_dim - self.embed_dim % self.num_heads
             raise ValueError(
@@ -158,7 +163,8 @@ class TransformerConfig(BaseModel):
         )
 
     def dims(self, vocab_size: int) -> dict[str, Any]:
-        """The sizes that decide the number of floating-point operations, under the names of `metrics.transformer_flops_per_token`."""
+        """The sizes that decide the number of floating-point operations, under the names of
+        `metrics.transformer_flops_per_token`."""
         return {
             "embed_dim": self.embed_dim,
             "num_layers": self.num_layers,

@@ -1,7 +1,7 @@
 """The parts of a Transformer layer.
 
-Shapes: B batch, T sequence, D embed, K key/value groups, G queries (and keys, values) of a group, N head width, F feed-forward
-width, V vocabulary (padded). Suffixes name logical dims.
+Shapes: B batch, T sequence, D embed, K key/value groups, G queries (and keys, values) of a group, N head width, F
+feed-forward width, V vocabulary (padded). Suffixes name logical dims.
 """
 
 import math
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpar.parallel.attention import attention
 from jaxpar.models.config import RopeScaling, TransformerConfig
+from jaxpar.parallel.attention import attention
 from jaxpar.parallel.constrain import constrain, current_execution, num_shards
 from jaxpar.parallel.contract import contract
 from jaxpar.parallel.embedding import lookup
@@ -83,7 +83,9 @@ class Embedding(nnx.Module):
         return lookup(self.table[...], tokens_BT, "vocab")
 
 
-def rotary_angles(positions_BT: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[jax.Array, jax.Array]:
+def rotary_angles(
+    positions_BT: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None
+) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines [B, T, N/2] of position · frequency, float32 (Su 2021; scaling as in Llama 3.1)."""
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is not None:
@@ -105,8 +107,9 @@ def rotate(x_BTKGN: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Arra
 class Attention(nnx.Module):
     """Causal self-attention with grouped key/value heads (Ainslie 2023).
 
-    Queries, keys and values are one product, so that their input's gradient needs one reduction. Where there are fewer key/value
-    heads than devices on the heads' axis, each is repeated for the devices that share it; it is stored once.
+    Queries, keys and values are one product, so that their input's gradient needs one reduction. Where there are
+    fewer key/value heads than devices on the heads' axis, each is repeated for the devices that share it; it is
+    stored once.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -127,7 +130,11 @@ class Attention(nnx.Module):
             self.key_norm = Norm(config, N, "head_dim", kind="rmsnorm")
 
     def __call__(
-        self, x_BTD: jax.Array, rotary: tuple[jax.Array, jax.Array] | None, segment_ids_BT: jax.Array | None, window: int | None
+        self,
+        x_BTD: jax.Array,
+        rotary: tuple[jax.Array, jax.Array] | None,
+        segment_ids_BT: jax.Array | None,
+        window: int | None,
     ) -> jax.Array:
         config = self.config
         groups = math.lcm(config.kv_heads, num_shards("heads"))
@@ -151,6 +158,7 @@ class Attention(nnx.Module):
         out_BTKGN = checkpoint_name(constrain(out_BTKGN, names), "attention_output")
         fuse = partial(_grouped_rows, groups=groups)
         y = contract("btkgn,kgnd->btd", out_BTKGN, [self.output[...]], [("heads", "head_dim", "embed")], fuse)
+        y = constrain(y, ("batch", "residual_sequence", "embed"))
         return y if self.output_bias is None else _biased(y, self.output_bias[...])
 
     def _project(self, x_BTD: jax.Array, groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -168,7 +176,9 @@ def _joined_heads(q_DHN: jax.Array, k_DKN: jax.Array, v_DKN: jax.Array, *, group
     """[D, groups, queries of a group + key + value, N]; a key/value head that several groups share is repeated."""
     D, H, N = q_DHN.shape
     repeats = groups // k_DKN.shape[1]
-    k, v = (jnp.repeat(part, repeats, axis=1)[:, :, None] if repeats > 1 else part[:, :, None] for part in (k_DKN, v_DKN))
+    k, v = (
+        jnp.repeat(part, repeats, axis=1)[:, :, None] if repeats > 1 else part[:, :, None] for part in (k_DKN, v_DKN)
+    )
     joined = jnp.concatenate([q_DHN.reshape(D, groups, H // groups, N), k, v], axis=2)
     return constrain(joined, ("embed", "heads", None, "head_dim"))
 
@@ -195,7 +205,9 @@ class FeedForward(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         biased = self.config.mlp_bias
         inputs = [part for part in (self.gate, self.up) if part is not None]
-        h = contract("btd,dcf->btcf", x_BTD, [part[...] for part in inputs], [("embed", "mlp")] * len(inputs), _stacked_columns)
+        h = contract(
+            "btd,dcf->btcf", x_BTD, [part[...] for part in inputs], [("embed", "mlp")] * len(inputs), _stacked_columns
+        )
         if biased:
             biases = [part[...] for part in (self.gate_bias, self.up_bias) if part is not None]
             h = _biased(h, jnp.stack(biases))
@@ -203,6 +215,7 @@ class FeedForward(nnx.Module):
         h = _activated(h, self.config)
         h = checkpoint_name(constrain(h, ("batch", "sequence", "mlp")), "mlp_activation")
         y = contract("btf,fd->btd", h, [self.down[...]], [("mlp", "embed")])
+        y = constrain(y, ("batch", "residual_sequence", "embed"))
         return _biased(y, self.down_bias[...]) if biased else y
 
 

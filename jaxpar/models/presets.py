@@ -37,17 +37,17 @@ def _llama(
 
 def _llama3(name: str, *sizes: int, scaling: float | None = None, **changes: Any) -> TransformerConfig:
     rope = {"rope_theta": 500_000.0, "rope_scaling": RopeScaling(factor=scaling) if scaling else None}
-    return _llama(name, *sizes, **({"vocab_size": 128_256} | rope | changes))  # type: ignore[arg-type]
+    return _llama(name, *sizes, **({"vocab_size": 128_256} | rope | changes))
 
 
 def _qwen2(name: str, *sizes: int, **changes: Any) -> TransformerConfig:
     values = {"vocab_size": 151_936, "rope_theta": 1e6, "norm_epsilon": 1e-6, "qkv_bias": True}
-    return _llama(name, *sizes, **(values | changes))  # type: ignore[arg-type]
+    return _llama(name, *sizes, **(values | changes))
 
 
 def _qwen3(name: str, *sizes: int, **changes: Any) -> TransformerConfig:
     values = {"vocab_size": 151_936, "rope_theta": 1e6, "norm_epsilon": 1e-6, "qk_norm": True, "head_dim": 128}
-    return _llama(name, *sizes, **(values | changes))  # type: ignore[arg-type]
+    return _llama(name, *sizes, **(values | changes))
 
 
 def _gemma2(name: str, *sizes: int, **changes: Any) -> TransformerConfig:

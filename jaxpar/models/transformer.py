@@ -18,7 +18,8 @@ __all__ = ["Inputs", "Transformer"]
 
 
 class Inputs(TypedDict):
-    """What a model reads: int32 [B, T] each. Attention stays within equal segment ids; None means one segment a sequence."""
+    """What a model reads: int32 [B, T] each. Attention stays within equal segment ids; None means one segment a
+    sequence."""
 
     tokens: jax.Array
     positions: jax.Array
@@ -30,12 +31,12 @@ class Block(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.attention_norm = Norm(config, config.embed_dim, "vector")
+        self.attention_norm = Norm(config, config.embed_dim, "norm")
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = Norm(config, config.embed_dim, "vector")
+        self.mlp_norm = Norm(config, config.embed_dim, "norm")
         self.mlp = FeedForward(config, rngs=rngs)
-        self.attention_post_norm = Norm(config, config.embed_dim, "vector") if config.post_norms else None
-        self.mlp_post_norm = Norm(config, config.embed_dim, "vector") if config.post_norms else None
+        self.attention_post_norm = Norm(config, config.embed_dim, "norm") if config.post_norms else None
+        self.mlp_post_norm = Norm(config, config.embed_dim, "norm") if config.post_norms else None
 
     def __call__(
         self,
@@ -54,7 +55,6 @@ class Block(nnx.Module):
         return self._add(x_BTD, self.mlp(h), self.mlp_post_norm, keys[1])
 
     def _add(self, x_BTD: jax.Array, h_BTD: jax.Array, post_norm: Norm | None, key: jax.Array | None) -> jax.Array:
-        h_BTD = constrain(h_BTD, ("batch", "residual_sequence", "embed"))
         h_BTD = h_BTD if post_norm is None else post_norm(h_BTD)
         return constrain(x_BTD + dropout(h_BTD, self.config.dropout, key), ("batch", "residual_sequence", "embed"))
 
@@ -63,7 +63,13 @@ class Transformer(nnx.Module):
     """The model that a `TransformerConfig` describes. Calling it gives `FactoredLogits`."""
 
     def __init__(
-        self, config: TransformerConfig, *, vocab_size: int, padded_vocab_size: int, sequence_length: int, rngs: nnx.Rngs
+        self,
+        config: TransformerConfig,
+        *,
+        vocab_size: int,
+        padded_vocab_size: int,
+        sequence_length: int,
+        rngs: nnx.Rngs,
     ):
         self.config, self.vocab_size = config, vocab_size
         dim, std = config.embed_dim, config.init_std
@@ -76,7 +82,7 @@ class Transformer(nnx.Module):
             return Block(config, rngs=rngs)
 
         self.blocks = make_blocks(rngs)
-        self.final_norm = Norm(config, dim, "vector")
+        self.final_norm = Norm(config, dim, "norm")
         self.output = None if config.tied else _output_kernel(config, vocab_size, padded_vocab_size, rngs)
 
     def __call__(self, inputs: Inputs, *, dropout_key: jax.Array | None = None) -> FactoredLogits:
@@ -108,9 +114,7 @@ class Transformer(nnx.Module):
             return nnx.merge(structure, layer)(x_BTD, rotary, segment_ids, config.windows[slot] or None, layer_key)
 
         extras = (rotary, inputs["segment_ids"], dropout_key)
-        return scan_layers(
-            body, x_BTD, stacked, extras, num_layers=config.num_layers, period=len(config.windows)
-        )
+        return scan_layers(body, x_BTD, stacked, extras, num_layers=config.num_layers, period=len(config.windows))
 
     def head(self, x_BTD: jax.Array) -> FactoredLogits:
         """Final norm, and the output kernel that is not multiplied out."""

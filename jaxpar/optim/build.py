@@ -54,8 +54,8 @@ def _linear(config: LinearSchedule, peak: float, num_steps: int) -> optax.Schedu
 def _wsd(config: WsdSchedule, peak: float, num_steps: int) -> optax.Schedule:
     if config.warmup_steps + config.decay_steps > num_steps:
         raise ValueError(
-            f"schedule.warmup_steps={config.warmup_steps} and schedule.decay_steps={config.decay_steps} are longer than "
-            f"train.num_steps={num_steps}; at most {max(num_steps - config.warmup_steps, 0)} decay steps fit"
+            f"schedule.warmup_steps={config.warmup_steps} and schedule.decay_steps={config.decay_steps} are longer "
+            f"than train.num_steps={num_steps}; at most {max(num_steps - config.warmup_steps, 0)} decay steps fit"
         )
     decay = optax.linear_schedule(peak, peak * config.final_fraction, config.decay_steps)
     parts = [optax.constant_schedule(peak), decay]
@@ -103,7 +103,8 @@ _BUILDERS: dict[type, Callable[..., optax.GradientTransformation]] = {AdamW: _ad
 def decay_mask(no_decay: Sequence[str], axes: Mapping[str, Sequence[str | None]]) -> Callable[[Any], Any]:
     """A function from a pytree of parameters to one of booleans: which of them decay.
 
-    Those with two or more dims (the layer not counted) decay, but for biases and for paths that match a pattern of `no_decay`.
+    Those with two or more dims (the layer not counted) decay, but for biases and for paths that match a pattern of
+    `no_decay`.
     """
     for pattern in no_decay:
         if not any(fnmatchcase(path, pattern) for path in axes):

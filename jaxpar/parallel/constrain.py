@@ -1,8 +1,8 @@
 """How a model is executed while it is traced, and `constrain`, which lays out an activation by the names of its dims.
 
-Models name dims; they know no mesh. `make_plan` builds an `Execution`, the step activates it while it traces, and the functions
-of this package that models call (`constrain`, `contract`, `scan_layers`, attention) read it. Without an active execution they
-are the plain mathematics on one device.
+Models name dims; they know no mesh. `make_plan` builds an `Execution`, the step activates it while it traces, and the
+functions of this package that models call (`constrain`, `contract`, `scan_layers`, attention) read it. Without an
+active execution they are the plain mathematics on one device.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ __all__ = ["Execution", "constrain", "constrain_parameter", "current_execution",
 class Execution:
     """What the functions that models call need to know of the plan.
 
-    `remat` wraps the body of one layer (the identity keeps every activation). `float32_products` asks for matrix products of
-    16-bit operands in float32 before they are rounded; `transposed_weight_gradients` writes weight gradients on transposed
-    operands: on some backends either decides the speed by factors, on none the mathematics.
+    `remat` wraps the body of one layer (the identity keeps every activation). `float32_products` asks for matrix
+    products of 16-bit operands in float32 before they are rounded; `transposed_weight_gradients` writes weight
+    gradients on transposed operands: on some backends either decides the speed by factors, on none the mathematics.
     """
 
     mesh: Mesh | None = None

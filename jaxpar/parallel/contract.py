@@ -1,8 +1,8 @@
 """Where weights meet activations: one contraction with its gather, its number formats and its backward pass.
 
-A stored weight may be split over `fsdp`; to be used it is laid out like an activation (`embed` whole, `heads`, `mlp` and `vocab`
-split over `tensor`). The backward pass gathers it again instead of keeping the gathered copy, as ZeRO-3 does, and lays the
-weight's gradient out like the stored weight, which is where a reduce-scatter can happen.
+A stored weight may be split over `fsdp`; to be used it is laid out like an activation (`embed` whole, `heads`, `mlp`
+and `vocab` split over `tensor`). The backward pass gathers it again instead of keeping the gathered copy, as ZeRO-3
+does, and lays the weight's gradient out like the stored weight, which is where a reduce-scatter can happen.
 """
 
 from collections.abc import Callable, Sequence

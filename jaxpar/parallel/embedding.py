@@ -1,8 +1,8 @@
 """Rows of a table by index, where the table's rows may be split over devices (Megatron-LM, Shoeybi 2019, section 3).
 
-Each device looks up the indices that fall into its rows and the results are summed. The table's gradient is summed on each
-device over its tokens, and then reduced once. Written device by device, since the automatic partitioner gathers the table, or
-the activations of the whole batch, for some combinations of axes.
+Each device looks up the indices that fall into its rows and the results are summed. The table's gradient is summed on
+each device over its tokens, and then reduced once. Written device by device, since the automatic partitioner gathers
+the table, or the activations of the whole batch, for some combinations of axes.
 
 Shapes: B batch, T sequence, D embed, V rows of the table.
 """
@@ -13,14 +13,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.constrain import current_execution
+from jaxpar.parallel.constrain import Execution, current_execution
 from jaxpar.parallel.manual import active_axes, axis_index, device_by_device, reduced, spec_of
 
 __all__ = ["lookup"]
 
 
 def lookup(table_VD: jax.Array, indices_BT: jax.Array, rows: str) -> jax.Array:
-    """The rows [B, T, D] of the stored table, laid out like the residual stream; `rows` is the logical axis of its rows."""
+    """The rows [B, T, D] of the stored table, laid out like the residual stream; `rows` is the logical axis of its
+    rows."""
     return _lookup(rows, table_VD, indices_BT)
 
 
@@ -32,6 +33,7 @@ def _lookup(rows: str, table_VD: jax.Array, indices_BT: jax.Array) -> jax.Array:
     used = execution.activations
     split = active_axes(execution, used, rows)
     scatter = tuple(axis for axis in active_axes(execution, used, "residual_sequence") if axis in split)
+    sequence = _sequence_read(execution, rows)
     shape_BTD = (*indices_BT.shape, table_VD.shape[1])
 
     def local(table_VD: jax.Array, indices_BT: jax.Array) -> jax.Array:
@@ -44,7 +46,7 @@ def _lookup(rows: str, table_VD: jax.Array, indices_BT: jax.Array) -> jax.Array:
         local,
         in_specs=(
             spec_of(execution, "embedding", table_VD.shape, (rows, "embed"), used),
-            spec_of(execution, "embedding", indices_BT.shape, ("batch", "sequence"), used),
+            spec_of(execution, "embedding", indices_BT.shape, ("batch", sequence), used),
         ),
         out_specs=spec_of(execution, "embedding", shape_BTD, ("batch", "residual_sequence", "embed"), used),
     )(table_VD, indices_BT)
@@ -61,7 +63,8 @@ def _backward(rows: str, residuals: tuple[jax.Array, jax.Array], dx_BTD: jax.Arr
         return _summed_rows(table_VD.shape[0], indices_BT, dx_BTD, ()).astype(table_VD.dtype), None
     used, stored = execution.activations, execution.params
     split = active_axes(execution, used, rows)
-    tokens = active_axes(execution, used, "batch") + active_axes(execution, used, "sequence")
+    sequence = _sequence_read(execution, rows)
+    tokens = active_axes(execution, used, "batch") + active_axes(execution, used, sequence)
     scatter = active_axes(execution, stored, "embed")
     num_rows = table_VD.shape[0] // math.prod(execution.mesh.shape[axis] for axis in split)
 
@@ -73,8 +76,8 @@ def _backward(rows: str, residuals: tuple[jax.Array, jax.Array], dx_BTD: jax.Arr
         execution,
         local,
         in_specs=(
-            spec_of(execution, "embedding", indices_BT.shape, ("batch", "sequence"), used),
-            spec_of(execution, "embedding", dx_BTD.shape, ("batch", "sequence", "embed"), used),
+            spec_of(execution, "embedding", indices_BT.shape, ("batch", sequence), used),
+            spec_of(execution, "embedding", dx_BTD.shape, ("batch", sequence, "embed"), used),
         ),
         out_specs=spec_of(execution, "embedding", table_VD.shape, (rows, "embed"), stored),
     )(indices_BT, dx_BTD)
@@ -82,6 +85,14 @@ def _backward(rows: str, residuals: tuple[jax.Array, jax.Array], dx_BTD: jax.Arr
 
 
 _lookup.defvjp(_forward, _backward)
+
+
+def _sequence_read(execution: Execution, rows: str) -> str:
+    """The logical axis of the sequence that a device looks up: of devices that have all rows each reads the part that
+    it keeps, those that share the rows read all of it and sum what they find."""
+    split = active_axes(execution, execution.activations, rows)
+    shares = any(axis in split for axis in active_axes(execution, execution.activations, "residual_sequence"))
+    return "sequence" if shares else "residual_sequence"
 
 
 def _local_rows(indices_BT: jax.Array, num_rows: int, split: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:

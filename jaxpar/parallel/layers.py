@@ -34,18 +34,25 @@ REMAT_POLICIES: dict[str, Callable[[Callable], Callable]] = {"none": _everything
 """`remat.policy` → the wrapper of one layer's body."""
 
 
-def scan_layers(body: Body, carry: jax.Array, stacked: Any, extras: Any, *, num_layers: int, period: int = 1) -> jax.Array:
+def scan_layers(
+    body: Body, carry: jax.Array, stacked: Any, extras: Any, *, num_layers: int, period: int = 1
+) -> jax.Array:
     """`carry` after `num_layers` applications of `body(layer, carry, extras, layer_index, slot)`.
 
     Args:
       stacked: pytree of arrays whose first dim is the layer.
       extras: pytree of arrays that every layer sees.
-      period: layers in one turn of the pattern; `slot` (0 <= slot < period) is the static position in it, so that layers may
-        differ in what must be known when compiling, such as the window of their attention.
+      period: layers in one turn of the pattern; `slot` (0 <= slot < period) is the static position in it, so that
+        layers may differ in what must be known when compiling, such as the window of their attention.
     """
     execution = current_execution()
-    # One stack a slot, split outside the loop: what the backward pass needs of a weight is then the stack itself, not a copy.
-    stacks = [jax.tree.map(lambda a, slot=slot: a[slot::period], stacked) for slot in range(period)] if period > 1 else [stacked]
+    # One stack a slot, split outside the loop: what the backward pass needs of a weight is then the stack itself, not
+    # a copy.
+    stacks = (
+        [jax.tree.map(lambda a, slot=slot: a[slot::period], stacked) for slot in range(period)]
+        if period > 1
+        else [stacked]
+    )
 
     def turn(carry: jax.Array, item: tuple) -> tuple[jax.Array, None]:
         turn_index, layers = item

@@ -1,14 +1,16 @@
 """Cross-entropy over a vocabulary that may be split over devices, computed in chunks of tokens.
 
-A model returns `FactoredLogits` (final hidden states and the output kernel), so that the [batch, sequence, vocabulary] array never
-exists: each chunk of tokens is projected, its loss **and** its gradients are taken while the logits are there, and the logits are
-dropped. Across a split vocabulary three numbers a token are reduced: the largest logit, the sum of exponentials and the
-target's logit (Megatron-LM, Shoeybi 2019, section 3; the last two travel together).
+A model returns `FactoredLogits` (final hidden states and the output kernel), so that the [batch, sequence,
+vocabulary] array never exists: each chunk of tokens is projected, its loss **and** its gradients are taken while the
+logits are there, and the logits are dropped. Across a split vocabulary three numbers a token are reduced: the largest
+logit, the sum of exponentials and the target's logit (Megatron-LM, Shoeybi 2019, section 3; the last two travel
+together).
 
 Shapes: B batch, T sequence, D embed, V vocabulary (padded), N tokens of a chunk.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -25,10 +27,13 @@ __all__ = ["FactoredLogits", "LossSettings", "LossSums", "cross_entropy"]
 _EXCLUDED = -1e30
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("hidden_BTD", "kernel_DV"), meta_fields=("vocab_size", "softcap"))
+@partial(
+    jax.tree_util.register_dataclass, data_fields=("hidden_BTD", "kernel_DV"), meta_fields=("vocab_size", "softcap")
+)
 @dataclass(frozen=True)
 class FactoredLogits:
-    """Logits as a product that is not multiplied out: softcap(hidden · kernel), of which the first `vocab_size` columns count."""
+    """Logits as a product that is not multiplied out: softcap(hidden · kernel), of which the first `vocab_size`
+    columns count."""
 
     hidden_BTD: jax.Array
     kernel_DV: jax.Array
@@ -51,7 +56,8 @@ class LossSettings:
 
 
 class LossSums(NamedTuple):
-    """Sums over valid tokens, float32 scalars: the differentiable loss, and the plain negative log-likelihood in nats."""
+    """Sums over valid tokens, float32 scalars: the differentiable loss, and the plain negative log-likelihood in
+    nats."""
 
     loss: jax.Array
     negative_log_likelihood: jax.Array
@@ -71,24 +77,42 @@ def cross_entropy(
         loss, nll, _ = _token_losses(prediction, targets_BT, prediction.shape[-1], 0, (), settings)
         sums = jnp.where(mask_BT, loss, 0.0).sum(), jnp.where(mask_BT, nll, 0.0).sum()
     else:
-        sums = _factored(prediction.vocab_size, prediction.softcap, settings, prediction.hidden_BTD, prediction.kernel_DV,
-                         targets_BT, mask_BT)  # fmt: skip
+        head = _Head(prediction.vocab_size, prediction.softcap, settings)
+        sums = _factored(head, prediction.hidden_BTD, prediction.kernel_DV, targets_BT, mask_BT)
     return LossSums(sums[0], jax.lax.stop_gradient(sums[1]))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _factored(vocab_size, softcap, settings, hidden_BTD, kernel_DV, targets_BT, mask_BT):  # type: ignore[no-untyped-def]
-    return _on_mesh(vocab_size, softcap, settings, False, hidden_BTD, kernel_DV, targets_BT, mask_BT)
+@dataclass(frozen=True)
+class _Head:
+    """What is known of the projection and its loss when compiling."""
+
+    vocab_size: int
+    softcap: float | None
+    settings: LossSettings
 
 
-def _factored_forward(vocab_size, softcap, settings, hidden_BTD, kernel_DV, targets_BT, mask_BT):  # type: ignore[no-untyped-def]
-    *sums, dhidden, dkernel = _on_mesh(vocab_size, softcap, settings, True, hidden_BTD, kernel_DV, targets_BT, mask_BT)
-    return tuple(sums), (dhidden, dkernel)
+Sums = tuple[jax.Array, jax.Array]
+SumsAndGradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
-def _factored_backward(vocab_size, softcap, settings, residuals, cotangents):  # type: ignore[no-untyped-def]
-    scale = cotangents[0]
-    dhidden, dkernel = ((scale * gradient).astype(gradient.dtype) for gradient in residuals)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _factored(
+    head: _Head, hidden_BTD: jax.Array, kernel_DV: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array
+) -> Sums:
+    return _on_mesh(head, False, hidden_BTD, kernel_DV, targets_BT, mask_BT)  # type: ignore[return-value]
+
+
+def _factored_forward(
+    head: _Head, hidden_BTD: jax.Array, kernel_DV: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array
+) -> tuple[Sums, tuple[jax.Array, jax.Array]]:
+    loss, nll, *gradients = _on_mesh(head, True, hidden_BTD, kernel_DV, targets_BT, mask_BT)
+    return (loss, nll), (gradients[0], gradients[1])
+
+
+def _factored_backward(
+    head: _Head, gradients: tuple[jax.Array, jax.Array], cotangents: Sums
+) -> tuple[jax.Array, jax.Array, None, None]:
+    dhidden, dkernel = ((cotangents[0] * gradient).astype(gradient.dtype) for gradient in gradients)
     return dhidden, dkernel, None, None
 
 
@@ -105,10 +129,17 @@ class _Axes:
     scatter_kernel: tuple[str, ...] = ()
 
 
-def _on_mesh(vocab_size, softcap, settings, with_gradients, hidden_BTD, kernel_DV, targets_BT, mask_BT):  # type: ignore[no-untyped-def]
+def _on_mesh(
+    head: _Head,
+    with_gradients: bool,
+    hidden_BTD: jax.Array,
+    kernel_DV: jax.Array,
+    targets_BT: jax.Array,
+    mask_BT: jax.Array,
+) -> Sums | SumsAndGradients:
     """`_local_sums` on each device's tokens and columns, every mesh axis manual."""
     execution = current_execution()
-    local = partial(_local_sums, vocab_size=vocab_size, softcap=softcap, settings=settings, with_gradients=with_gradients)
+    local = partial(_local_sums, head, with_gradients)
     if execution.mesh is None:
         return local(_Axes(), hidden_BTD, kernel_DV, targets_BT, mask_BT)
     axes, specs = _layout(execution, hidden_BTD.shape, kernel_DV.shape)
@@ -142,11 +173,19 @@ def _layout(
     }
 
 
-def _local_sums(axes, hidden_BTD, kernel_DV, targets_BT, mask_BT, *, vocab_size, softcap, settings, with_gradients):  # type: ignore[no-untyped-def]
+def _local_sums(
+    head: _Head,
+    with_gradients: bool,
+    axes: _Axes,
+    hidden_BTD: jax.Array,
+    kernel_DV: jax.Array,
+    targets_BT: jax.Array,
+    mask_BT: jax.Array,
+) -> Sums | SumsAndGradients:
     """Sums over this device's tokens and columns, chunk by chunk; then one reduction of each result over the mesh."""
     B, T, D = hidden_BTD.shape
     num_tokens = B * T
-    num_chunks = math.ceil(num_tokens / settings.chunk_tokens) if settings.chunk_tokens else 1
+    num_chunks = math.ceil(num_tokens / (head.settings.chunk_tokens or num_tokens))
     size = math.ceil(num_tokens / num_chunks)
     padding = num_chunks * size - num_tokens
 
@@ -155,43 +194,61 @@ def _local_sums(axes, hidden_BTD, kernel_DV, targets_BT, mask_BT, *, vocab_size,
         return jnp.pad(flat, ((0, padding), *((0, 0),) * (flat.ndim - 1))).reshape(num_chunks, size, *x.shape[2:])
 
     first_column = axis_index(axes.vocab) * kernel_DV.shape[1]
-    chunk = partial(
-        _chunk, kernel_DV=kernel_DV, vocab_size=vocab_size, first_column=first_column, vocab_axes=axes.vocab,
-        softcap=softcap, settings=settings, with_gradients=with_gradients,
-    )  # fmt: skip
+    chunk = partial(_chunk, head, with_gradients, axes.vocab, first_column, kernel_DV)
     start = (jnp.zeros(()), jnp.zeros(()), jnp.zeros(kernel_DV.shape, jnp.float32) if with_gradients else None)
     xs = (chunked(hidden_BTD), chunked(targets_BT), chunked(mask_BT))
     (loss, nll, dkernel_DV), dhidden = jax.lax.scan(chunk, start, xs)
     sums = jax.lax.psum(jnp.stack([loss, nll]), axes.tokens) if axes.tokens else jnp.stack([loss, nll])
     if not with_gradients:
         return sums[0], sums[1]
+    assert dkernel_DV is not None
+    assert dhidden is not None
     dhidden_BTD = dhidden.reshape(num_chunks * size, D)[:num_tokens].reshape(B, T, D)
     dhidden_BTD = reduced(dhidden_BTD, axes.vocab, axes.scatter_hidden, dim=1)
     dkernel_DV = reduced(dkernel_DV, axes.tokens, axes.scatter_kernel, dim=0)
     return sums[0], sums[1], dhidden_BTD.astype(hidden_BTD.dtype), dkernel_DV.astype(kernel_DV.dtype)
 
 
-def _chunk(carry, chunk, *, kernel_DV, vocab_size, first_column, vocab_axes, softcap, settings, with_gradients):  # type: ignore[no-untyped-def]
-    """Adds one chunk's losses, and its part of the kernel's gradient, to the carry; returns the gradient of its hidden states."""
+def _chunk(
+    head: _Head,
+    with_gradients: bool,
+    vocab_axes: tuple[str, ...],
+    first_column: jax.Array | int,
+    kernel_DV: jax.Array,
+    carry: tuple[jax.Array, jax.Array, jax.Array | None],
+    chunk: tuple[jax.Array, jax.Array, jax.Array],
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array | None], jax.Array | None]:
+    """Adds one chunk's losses, and its part of the kernel's gradient, to the carry; returns the gradient of its hidden
+    states."""
     loss_sum, nll_sum, dkernel_DV = carry
     hidden_ND, targets_N, mask_N = chunk
     raw_NV = jnp.einsum("nd,dv->nv", hidden_ND, kernel_DV, preferred_element_type=jnp.float32)
-    capped_NV = _capped(raw_NV, softcap)
-    loss_N, nll_N, gradient = _token_losses(capped_NV, targets_N, vocab_size, first_column, vocab_axes, settings)
+    capped_NV = _capped(raw_NV, head.softcap)
+    loss_N, nll_N, gradient = _token_losses(
+        capped_NV, targets_N, head.vocab_size, first_column, vocab_axes, head.settings
+    )
     loss_sum += jnp.where(mask_N, loss_N, 0.0).sum()
     nll_sum += jnp.where(mask_N, nll_N, 0.0).sum()
     if not with_gradients:
         return (loss_sum, nll_sum, None), None
     dz_NV = jnp.where(mask_N[:, None], gradient(), 0.0)
-    if softcap is not None:
-        dz_NV *= 1.0 - jnp.square(capped_NV / softcap)
+    if head.softcap is not None:
+        dz_NV *= 1.0 - jnp.square(capped_NV / head.softcap)
     dz_NV = dz_NV.astype(hidden_ND.dtype)
+    assert dkernel_DV is not None
     dkernel_DV += jnp.einsum("nd,nv->dv", hidden_ND, dz_NV, preferred_element_type=jnp.float32)
     dhidden_ND = jnp.einsum("nv,dv->nd", dz_NV, kernel_DV, preferred_element_type=jnp.float32)
     return (loss_sum, nll_sum, dkernel_DV), dhidden_ND
 
 
-def _token_losses(z, targets, vocab_size, first_column, vocab_axes, settings):  # type: ignore[no-untyped-def]
+def _token_losses(
+    z: jax.Array,
+    targets: jax.Array,
+    vocab_size: int,
+    first_column: jax.Array | int,
+    vocab_axes: tuple[str, ...],
+    settings: LossSettings,
+) -> tuple[jax.Array, jax.Array, Callable[[], jax.Array]]:
     """Loss and negative log-likelihood [...] of logits z [..., columns], and a function that gives ∂loss/∂z.
 
     Columns from `vocab_size` on are padding: they get no probability, no smoothing and no gradient.
@@ -218,7 +275,9 @@ def _token_losses(z, targets, vocab_size, first_column, vocab_axes, settings):  
 
     def gradient() -> jax.Array:
         probabilities = exponentials * ((1.0 + 2.0 * weight * lse) / normaliser)[..., None]
-        return probabilities - jnp.where(is_target, 1.0 - smoothing, 0.0) - jnp.where(counts, smoothing / vocab_size, 0.0)
+        return (
+            probabilities - jnp.where(is_target, 1.0 - smoothing, 0.0) - jnp.where(counts, smoothing / vocab_size, 0.0)
+        )
 
     return loss, nll, gradient
 

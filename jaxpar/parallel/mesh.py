@@ -25,26 +25,30 @@ def axis_sizes(requested: Mapping[str, int], num_devices: int) -> dict[str, int]
     sizes = {axis: requested.get(axis, 1) for axis in AXES}
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise ValueError(f"{' and '.join(f'parallel.{axis}' for axis in free)} are both -1; only one axis can take what is left")
+        raise ValueError(
+            f"{' and '.join(f'parallel.{axis}' for axis in free)} are both -1; only one axis can take what is left"
+        )
     fixed = math.prod(size for size in sizes.values() if size != -1)
     asked = " × ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)) or "1"
     if free:
         if num_devices % fixed:
             raise ValueError(
-                f"{asked} = {fixed} does not divide the {num_devices} devices, so parallel.{free[0]}=-1 cannot take what is left; "
+                f"{asked} = {fixed} does not divide the {num_devices} devices, so parallel.{free[0]}=-1 cannot take "
+                f"what is left; "
                 f"{_nearest_factorizations(sizes, num_devices)}"
             )
         sizes[free[0]] = num_devices // fixed
     elif fixed != num_devices:
         raise ValueError(
-            f"{asked} = {fixed} devices are asked for, but there are {num_devices}; set one axis to -1 to take what is left, "
-            f"or {_nearest_factorizations(sizes, num_devices)}"
+            f"{asked} = {fixed} devices are asked for, but there are {num_devices}; set one axis to -1 to take what is "
+            f"left, or {_nearest_factorizations(sizes, num_devices)}"
         )
     return sizes
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of the six axes over `devices` (default: all), laid out for the network by JAX; every axis is automatic."""
+    """A mesh of the six axes over `devices` (default: all), laid out for the network by JAX; every axis is
+    automatic."""
     shape = tuple(sizes[axis] for axis in AXES)
     devices = jax.devices() if devices is None else list(devices)
     automatic = (AxisType.Auto,) * len(AXES)

@@ -1,7 +1,7 @@
 """Sharding rules: tables from logical axes to mesh axes, and the resolver that applies them to an array.
 
-A table is data. ZeRO and FSDP are differences between the tables of one `ShardingRules`: parameters, activations (which is also
-how a weight looks while it is used), optimizer state and gradients each have one.
+A table is data. ZeRO and FSDP are differences between the tables of one `ShardingRules`: parameters, activations
+(which is also how a weight looks while it is used), optimizer state and gradients each have one.
 """
 
 import math
@@ -35,15 +35,18 @@ class Resolved:
     reason: str
 
 
-def resolve(path: str, shape: Sequence[int], axes: LogicalAxes, table: Table, mesh_shape: Mapping[str, int]) -> Resolved:
+def resolve(
+    path: str, shape: Sequence[int], axes: LogicalAxes, table: Table, mesh_shape: Mapping[str, int]
+) -> Resolved:
     """The layout of the array `path` of `shape`, whose dims carry the logical names `axes`.
 
     Raises:
-      ValueError: names and dims differ in number, a name is not in the table, a mesh axis is used twice, or a dim does not
+      ValueError: names and dims differ in number, a name is not in the table, a mesh axis is used twice, or a dim
+      does not
         divide; the message names the path, and the nearest legal sizes.
 
-    >>> resolve("mlp/up", (64, 256), ("embed", "mlp"), {"embed": (), "mlp": ("tensor",)}, {"tensor": 4}).spec
-    PartitionSpec(None, 'tensor')
+    >>> resolve("mlp/up", (64, 256), ("embed", "mlp"), {"embed": (), "mlp": ("tensor",)}, {"tensor": 4}).local_shape
+    (64, 64)
     """
     if len(axes) != len(shape):
         raise ValueError(f"{path}: {len(axes)} logical axes {axes} for {len(shape)} dims {tuple(shape)}")
@@ -67,7 +70,8 @@ def resolve(path: str, shape: Sequence[int], axes: LogicalAxes, table: Table, me
             )
         entries.append(mesh_axes)
     local_shape = tuple(
-        size // math.prod(mesh_shape[axis] for axis in mesh_axes) for size, mesh_axes in zip(shape, entries, strict=True)
+        size // math.prod(mesh_shape[axis] for axis in mesh_axes)
+        for size, mesh_axes in zip(shape, entries, strict=True)
     )
     return Resolved(_spec(entries), local_shape, _reason(axes, entries, table))
 

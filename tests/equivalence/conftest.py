@@ -20,11 +20,19 @@ NUM_STEPS = 5
 BETA1 = 0.9
 
 # Initial weights large enough that attention is far from uniform; heads, widths and sequence divide by 8.
-SIZES = {"num_layers": 2, "embed_dim": 32, "num_heads": 8, "head_dim": 4, "mlp_dim": 64, "init_std": 0.2, "dropout": 0.1}
+SIZES = {
+    "num_layers": 2,
+    "embed_dim": 32,
+    "num_heads": 8,
+    "head_dim": 4,
+    "mlp_dim": 64,
+    "init_std": 0.2,
+    "dropout": 0.1,
+}
 MODELS = {
     "gpt2": TransformerConfig(
-        **SIZES, activation="gelu", gated=False, norm="layernorm", positions="learned", qkv_bias=True, attention_bias=True,
-        mlp_bias=True, tied=True,
+        **SIZES, activation="gelu", gated=False, norm="layernorm", positions="learned", qkv_bias=True,
+        attention_bias=True, mlp_bias=True, tied=True,
     ),
     "llama": TransformerConfig(**SIZES, num_kv_heads=2, tied=False),
 }  # fmt: skip
@@ -45,8 +53,8 @@ def make_config(model: str, layout: dict, **sections: dict) -> Config:
             "model": MODELS[model],
             "data": {"sequence_length": 16},
             "train": {"num_steps": NUM_STEPS, "batch_size": 8, "max_grad_norm": float("inf")},
-            # Without clipping, AdamW's first moment after one step is (1 − β1) times the gradient. A large epsilon keeps
-            # gradients that are mathematically zero (key biases) from being blown up to full steps.
+            # Without clipping, AdamW's first moment after one step is (1 − β1) times the gradient. A large epsilon
+            # keeps gradients that are mathematically zero (key biases) from being blown up to full steps.
             "optimizer": {"name": "adamw", "learning_rate": 1e-2, "beta1": BETA1, "epsilon": 1e-3},
             "schedule": {"name": "constant"},
             "loss": {"chunk_tokens": 24, "z_loss": 1e-3, "label_smoothing": 0.1},
@@ -95,3 +103,9 @@ def reference() -> Callable[[str], Trace]:
 def layout_run() -> Callable[..., Trace]:
     """The trace of a model on 8 devices: `layout_run(model, layout, **sections)`."""
     return lambda model, layout, **sections: train(make_config(model, layout, **sections), jax.devices())
+
+
+@pytest.fixture(scope="session")
+def config_for() -> Callable[..., Config]:
+    """The configuration of a model in a layout: `config_for(model, layout, **sections)`."""
+    return make_config

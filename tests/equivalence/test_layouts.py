@@ -1,4 +1,5 @@
-"""Every mesh of 8 devices over data, fsdp and tensor computes what one device computes: loss, every gradient, five steps."""
+"""Every mesh of 8 devices over data, fsdp and tensor computes what one device computes: loss, every gradient, five
+steps."""
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ MESHES = [
     for fsdp in (1, 2, 4, 8)
     if data * fsdp <= 8
 ]
-LAYOUTS = [mesh | {"sequence_parallel": split} for mesh in MESHES for split in (False, True) if mesh["tensor"] > 1 or not split]
+LAYOUTS = [
+    mesh | {"sequence_parallel": split} for mesh in MESHES for split in (False, True) if mesh["tensor"] > 1 or not split
+]
 
 
 def name_of(layout: dict) -> str:

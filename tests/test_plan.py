@@ -1,0 +1,205 @@
+"""What a plan decides, and every impossible one that it refuses before anything is compiled."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from pydantic import BaseModel
+
+from jaxpar.config import Config, parse_config
+from jaxpar.parallel.mesh import BATCH_AXES
+from jaxpar.plan import Plan, make_plan
+
+VOCAB = 50
+
+
+def _config(model: Any = None, *, batch: int = 8, length: int = 16, **parallel: Any) -> Config:
+    table = {
+        "model": {"name": "llama_tiny"} | (model or {}),
+        "data": {"sequence_length": length},
+        "train": {"batch_size": batch},
+        "parallel": parallel,
+    }
+    return parse_config(table)
+
+
+def _plan(model: Any = None, *, num_devices: int = 8, **rest: Any) -> Plan:
+    return make_plan(_config(model, **rest), jax.devices()[:num_devices], VOCAB)
+
+
+def test_parameters_live_where_megatron_and_fsdp_put_them() -> None:
+    plan = _plan({"qkv_bias": True}, fsdp=2, tensor=2)
+    assert dict(plan.mesh.shape) == {"pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
+    columns, rows = P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp")
+    assert {parameter.path: parameter.layout.spec for parameter in plan.parameters} == {
+        "blocks/attention/key": columns,
+        "blocks/attention/key_bias": P(None, "tensor"),
+        "blocks/attention/output": P(None, "tensor", None, "fsdp"),
+        "blocks/attention/query": columns,
+        "blocks/attention/query_bias": P(None, "tensor"),
+        "blocks/attention/value": columns,
+        "blocks/attention/value_bias": P(None, "tensor"),
+        "blocks/attention_norm/scale": P(),
+        "blocks/mlp/down": rows,
+        "blocks/mlp/gate": columns,
+        "blocks/mlp/up": columns,
+        "blocks/mlp_norm/scale": P(),
+        "embedding/table": P("tensor", "fsdp"),
+        "final_norm/scale": P(),
+        "output": P("fsdp", "tensor"),
+    }
+    up = next(parameter for parameter in plan.parameters if parameter.path == "blocks/mlp/up")
+    assert (up.shape, up.layout.local_shape, up.size, up.local_bytes) == ((2, 64, 176), (2, 32, 88), 22528, 22528)
+    assert jax.tree.structure(plan.param_shardings) == jax.tree.structure(plan.abstract_params)
+    assert plan.param_shardings["blocks"]["mlp"]["down"].spec == rows
+    assert plan.batch_sharding.shard_shape((8, 16)) == (2, 16)
+
+
+def test_tables_differ_by_what_is_gathered_and_by_sequence_parallelism() -> None:
+    rules = _plan(tensor=2, sequence_parallel=True).rules
+    assert (rules.params["embed"], rules.activations["embed"]) == (("fsdp",), ())
+    assert rules.optimizer == rules.gradients == rules.params
+    assert rules.activations["batch"] == BATCH_AXES
+    assert rules.activations["sequence"] == ("context",)
+    assert rules.activations["residual_sequence"] == ("context", "tensor")
+    assert _plan(tensor=2).rules.activations["residual_sequence"] == ("context",)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "tensor", "multiple", "padded"),
+    [(151_936, 1, 128, 151_936), (151_936, 3, 128, 152_064), (151_936, 7, 256, 152_320), (50_257, 8, 1, 50_264)],
+)
+def test_a_vocabulary_that_does_not_divide_is_padded(vocab_size: int, tensor: int, multiple: int, padded: int) -> None:
+    model = {"num_heads": tensor, "num_kv_heads": tensor, "embed_dim": 2 * tensor, "mlp_dim": tensor}
+    model |= {"vocab_size": vocab_size, "vocab_multiple": multiple}
+    plan = _plan(model, num_devices=tensor, tensor=tensor)
+    assert (plan.vocab_size, plan.padded_vocab_size) == (vocab_size, padded)
+    assert plan.abstract_params["embedding"]["table"].shape == (padded, 2 * tensor)
+
+
+def test_notes_name_every_decision_that_a_user_did_not_make() -> None:
+    plan = _plan({"num_kv_heads": 2, "vocab_size": 60}, tensor=4)
+    vocabulary, heads, attention = plan.notes
+    assert vocabulary == "model.vocab_size=60: the tokenizer uses the first 50 entries"
+    assert heads.startswith(
+        "model.num_kv_heads=2 does not divide by parallel.tensor=4: every tensor device stores all "
+    )
+    assert attention.startswith(f"attention: {plan.execution.attention} (")
+    assert {p.layout.spec for p in plan.parameters if p.path.endswith(("/key", "/value"))} == {P()}
+    assert len(_plan({"num_kv_heads": 2}, tensor=2).notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "message"),
+    [
+        ({}, {"tensor": -1}, r"parallel.data and parallel.tensor are both -1"),
+        ({}, {"tensor": 3}, r"parallel.tensor=3 = 3 does not divide the 8 devices"),
+        ({}, {"pipe": 2}, r"parallel.pipe=2: this version .* data, fsdp and tensor only; set parallel.pipe=1$"),
+        ({}, {"expert": 2}, r"parallel.expert=2: this version"),
+        ({}, {"context": 2}, r"parallel.context=2: this version"),
+        ({}, {"tensor": 8}, r"parallel.tensor=8 must divide model.num_heads=4; legal values: 1, 2, 4$"),
+        ({"mlp_dim": 6}, {"tensor": 4}, r"parallel.tensor=4 must divide model.mlp_dim=6; legal values: 1, 2, 3, 6$"),
+        (
+            {"embed_dim": 20, "head_dim": 16},
+            {"fsdp": 8},
+            r"parallel.fsdp=8 must divide model.embed_dim=20; legal values: 1, 2, 4, 5, 10, 20$",
+        ),
+        (
+            {},
+            {"batch": 4},
+            r"train.batch_size=4 must divide by data=8 = 8, the devices that share the batch; nearest legal values: 8$",
+        ),
+        (
+            {},
+            {"batch": 12, "fsdp": 2},
+            r"train.batch_size=12 must divide by data=4 × fsdp=2 = 8, .* nearest legal values: 8, 16$",
+        ),
+        (
+            {},
+            {"length": 18, "tensor": 4, "sequence_parallel": True},
+            r"data.sequence_length=18 must divide by parallel.tensor=4 with parallel.sequence_parallel; "
+            r"nearest legal values: 16, 20$",
+        ),
+        (
+            {"vocab_size": 40},
+            {},
+            r"model.vocab_size=40 is smaller than the tokenizer's 50 entries; "
+            r"set it to 0 \(takes the tokenizer's\) or to 50 or more$",
+        ),
+        (
+            {"positions": "learned", "max_positions": 8},
+            {},
+            r"data.sequence_length=16 exceeds model.max_positions=8, the rows of the position table",
+        ),
+    ],
+)  # fmt: skip
+def test_impossible_layouts_are_refused(model: dict, keys: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        _plan(model, **keys)
+
+
+def test_an_evaluation_batch_smaller_than_the_devices_is_refused() -> None:
+    table = {"model": {"name": "llama_tiny"}, "train": {"batch_size": 8}, "evaluation": {"batch_size": 6}}
+    with pytest.raises(
+        ValueError, match=r"^evaluation.batch_size=6 must divide by data=8 = 8, .* nearest legal values: 8$"
+    ):
+        make_plan(parse_config(table), jax.devices(), VOCAB)
+
+
+class _Own(nnx.Module):
+    """A user's model with one table, whose names, and whether it keeps randomness and a counter, are the test's."""
+
+    def __init__(self, names: tuple | None, stateful: bool, padded_vocab_size: int, rngs: nnx.Rngs) -> None:
+        annotation = {} if names is None else {"out_sharding": names}
+        self.table = nnx.Param(jnp.zeros((padded_vocab_size, 6)), **annotation)
+        if stateful:
+            self.rngs = rngs
+            self.calls = nnx.Variable(jnp.zeros(()))
+
+
+class _OwnConfig(BaseModel):
+    """Its configuration, which has none of the fields of jaxpar's own models."""
+
+    name: str = "mine"
+    names: tuple | None = ("vocab", "embed")
+    stateful: bool = False
+
+    def make(self, *, vocab_size: int, padded_vocab_size: int, sequence_length: int, rngs: nnx.Rngs) -> nnx.Module:
+        return _Own(self.names, self.stateful, padded_vocab_size, rngs)
+
+
+def _own_plan(**values: Any) -> Plan:
+    config = _config(fsdp=2, tensor=4).model_copy(update={"model": _OwnConfig(**values)})
+    return make_plan(config, jax.devices(), VOCAB)
+
+
+def test_a_users_model_needs_names_only() -> None:
+    plan = _own_plan()
+    assert (plan.vocab_size, plan.padded_vocab_size) == (50, 52)
+    assert [(p.path, p.layout.spec, p.layout.local_shape) for p in plan.parameters] == [
+        ("table", P("tensor", "fsdp"), (13, 3))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"stateful": True},
+            r"^model.name='mine' keeps state that is not an nnx.Param \(calls, rngs/params/count, rngs/params/key\); "
+            r"take randomness from the dropout_key argument and keep no counters",
+        ),
+        ({"names": None}, r"^parameter table \(52, 6\) has no logical axes; annotate it: nnx.Param"),
+        ({"names": ("vocab", "width")}, r"^table: unknown logical axis 'width'; the rules know embed, head_dim, "),
+        ({"names": ("vocab",)}, r"^table: 1 logical axes \('vocab',\) for 2 dims \(52, 6\)$"),
+        ({"names": ("vocab", "mlp")}, r"^table: mesh axis 'tensor' is used twice, by logical axes 'vocab' and 'mlp'"),
+        ({"names": ("vocab", "heads")}, r"^table: mesh axis 'tensor' is used twice"),
+        ({"names": (None, "mlp")}, r"^table: dim 'mlp' of size 6 does not divide over tensor = 4; .*: 4, 8$"),
+    ],
+)  # fmt: skip
+def test_a_users_model_that_cannot_be_laid_out_is_refused(values: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _own_plan(**values)
