@@ -1,8 +1,8 @@
 """The directory of a run, and the checkpoints in it.
 
-Orbax saves and restores the state; a restored array goes straight to where the plan wants it. Saving goes on while training does,
-although the next step donates the arrays: on accelerators Orbax copies them to the host first, and on CPU, where it holds views of
-them, XLA leaves an array that has a view alone and writes the step's result elsewhere.
+Orbax saves and restores the state; a restored array goes straight to where the plan wants it. Saving goes on while
+training does, although the next step donates the arrays: on accelerators Orbax copies them to the host first, and on
+CPU, where it holds views of them, XLA leaves an array that has a view alone and writes the step's result elsewhere.
 """
 
 import contextlib
@@ -67,7 +67,9 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

@@ -40,7 +40,7 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turns a ValueError or a missing file inside into a `UserError`: for the checks made before anything is computed."""
+    """Turns a ValueError or a missing file inside into a `UserError`: for checks before anything is computed."""
     try:
         yield
     except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
@@ -55,9 +55,9 @@ def run_command(
     *,
     flags: Sequence[str] = (),
 ) -> int:
-    """Loads the configuration that `arguments` name, prepares the backend, and runs `command` on it and the flags given.
+    """Loads the configuration that `arguments` name, prepares the backend, and runs `command` on it and the options.
 
-    Returns the exit status.
+    `flags` are the options that the command knows beside --help and --print-config. Returns the exit status.
     """
     options = [argument for argument in arguments if argument.startswith("-")]
     rest = [argument for argument in arguments if not argument.startswith("-")]
@@ -103,9 +103,9 @@ class Stopped(BaseException):
 class StopSignals:
     """Takes SIGINT (Ctrl-C) and SIGTERM while it is entered, in the main thread.
 
-    The first one raises `Stopped`, or inside `deferred()` is only noted in `received`. A further Ctrl-C ends the process at once.
-    A thread reads the signals from a pipe, since Python itself runs handlers between two of its own instructions: a compilation,
-    or a wait for devices that never answer, would keep even the second Ctrl-C waiting.
+    The first one raises `Stopped`, or inside `deferred()` is only noted in `received`. A further Ctrl-C ends the
+    process at once. A thread reads the signals from a pipe, since Python itself runs handlers between two of its own
+    instructions: a compilation, or a wait for devices that never answer, would keep even the second Ctrl-C waiting.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,9 @@ class StopSignals:
         threading.Thread(target=self._watch, daemon=True).start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_fd)
@@ -164,4 +166,3 @@ class StopSignals:
                     os.write(1, _SHOW_CURSOR)
                 os._exit(128 + number[0])
         os.close(self._read_end)
-

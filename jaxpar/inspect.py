@@ -105,8 +105,8 @@ def _traffic_table(plan: Plan, compiled: jax.stages.Compiled) -> Table:
     title = "Collectives of the compiled step, a device (the formula is for a step without recomputation)"
     table = _table(title, ("mesh axes", "kind", *numbers, "for"), right=numbers)
     for row in group_by_axis(parse_collectives(text, plan.mesh.shape)):
-        numbers = (_count(row), _bytes(row.payload_bytes), _bytes(row.sent_bytes))
-        table.add_row("+".join(row.axes), row.kind, *numbers, *_formula(expected.pop((row.axes, row.kind), [])))
+        measured = (_count(row), _bytes(row.payload_bytes), _bytes(row.sent_bytes))
+        table.add_row("+".join(row.axes), row.kind, *measured, *_formula(expected.pop((row.axes, row.kind), [])))
     for (axes, kind), items in expected.items():
         table.add_row("+".join(axes), kind, "0", "0 B", "0 B", *_formula(items))
     return table
@@ -122,7 +122,9 @@ def _table(title: str, columns: Sequence[str], right: Sequence[str]) -> Table:
 def _formula(items: list[ExpectedTraffic]) -> tuple[str, str]:
     if not items:
         return "", ""
-    return _bytes(sum(item.traffic.sent_bytes for item in items)), ", ".join(dict.fromkeys(item.purpose for item in items))
+    return _bytes(sum(item.traffic.sent_bytes for item in items)), ", ".join(
+        dict.fromkeys(item.purpose for item in items)
+    )
 
 
 def _count(row: CollectiveRow) -> str:

@@ -153,7 +153,7 @@ def _make_model(config: Config, vocab_size: int, padded_vocab_size: int) -> nnx.
             vocab_size=vocab_size,
             padded_vocab_size=padded_vocab_size,
             sequence_length=config.data.sequence_length,
-            rngs=nnx.Rngs(params=config.run.seed),
+            rngs=nnx.Rngs(config.run.seed),
         )
 
 
@@ -230,7 +230,7 @@ def _attention(config: Config, platform: str) -> tuple[str, str]:
     model = config.model
     kernel, reason = choose(
         config.kernels.attention,
-        platform={"cuda": "gpu", "rocm": "gpu"}.get(platform, platform),  # type: ignore[arg-type]
+        platform={"cuda": "gpu", "rocm": "gpu"}.get(platform, platform),
         sequence_length=config.data.sequence_length,
         head_dim=getattr(model, "head_width", 0),
         dtype=jnp.dtype(config.precision.compute),

@@ -30,8 +30,8 @@ def continue_tokens(
 ) -> list[int]:
     """The tokens that follow `prompt`, at most `num_tokens`, until an end of text; all are below `vocab_size`.
 
-    A pure function of the arguments and `run.seed`. Every device group that shares the batch computes the same row. Temperature 0
-    takes the likeliest token.
+    A pure function of the arguments and `run.seed`. Every device group that shares the batch computes the same row.
+    Temperature 0 takes the likeliest token.
 
     Raises:
       ValueError: the prompt has no token to start from.
@@ -60,8 +60,8 @@ def continue_tokens(
 def _next_token_program(plan: Plan, temperature: float, vocab_size: int) -> Callable[..., jax.Array]:
     """The compiled choice of a token.
 
-    Cached so that it outlives its last run: XLA:CPU with oneDNN aborts the process if a program is freed at the moment in which
-    its threads return their resources.
+    Cached so that it outlives its last run: XLA:CPU with oneDNN aborts the process ("Check failed: available_.size() ==
+    num_created_") if a program is freed at the moment in which its threads return their resources.
     """
     return jax.jit(
         partial(_next_token, plan, temperature, vocab_size),
@@ -71,7 +71,13 @@ def _next_token_program(plan: Plan, temperature: float, vocab_size: int) -> Call
 
 
 def _next_token(
-    plan: Plan, temperature: float, vocab_size: int, params: Any, tokens_BT: jax.Array, last: jax.Array, count: jax.Array
+    plan: Plan,
+    temperature: float,
+    vocab_size: int,
+    params: Any,
+    tokens_BT: jax.Array,
+    last: jax.Array,
+    count: jax.Array,
 ) -> jax.Array:
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
     inputs = {"tokens": tokens_BT, "positions": positions_BT, "segment_ids": None}

@@ -59,7 +59,7 @@ class Step:
         self.shardings = state_shardings(plan, self.optimizer)
         gradients = make_gradients(plan)
         evaluation_loss = in_compute_dtype(
-            token_loss(plan, LossSettings(chunk_tokens=config.loss.chunk_tokens)), config.precision.compute
+            token_loss(plan, LossSettings(chunk_tokens=config.loss.chunk_tokens)), config.precision.compute, plan.axes
         )
 
         def train(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -95,7 +95,7 @@ def make_gradients(plan: Plan) -> Gradients:
     config = plan.config
     settings = LossSettings(config.loss.z_loss, config.loss.label_smoothing, config.loss.chunk_tokens)
     loss = token_loss(plan, settings)
-    loss = in_compute_dtype(loss, config.precision.compute)
+    loss = in_compute_dtype(loss, config.precision.compute, plan.axes)
     return clipped(loss_and_gradients(loss), config.train.max_grad_norm)
 
 
@@ -107,7 +107,13 @@ def token_loss(plan: Plan, settings: LossSettings) -> Loss:
         model = nnx.merge(plan.structure, params)
         segment_ids = batch["segment_ids"] if with_segments else None
         inputs = {"tokens": batch["tokens"], "positions": batch["positions"], "segment_ids": segment_ids}
-        sums = cross_entropy(model(inputs, dropout_key=dropout_key), batch["targets"], batch["loss_mask"], settings)
+        prediction = model(inputs, dropout_key=dropout_key)
+        if isinstance(prediction, jax.Array) and prediction.shape[-1] != plan.vocab_size:
+            raise ValueError(
+                f"the model returns {prediction.shape[-1]} logits a token for a vocabulary of {plan.vocab_size}; "
+                "cut off the padding, or return FactoredLogits, which does"
+            )
+        sums = cross_entropy(prediction, batch["targets"], batch["loss_mask"], settings)
         return sums.loss, sums
 
     return loss

@@ -1,8 +1,8 @@
 """`python -m jaxpar.train CONFIG [KEY=VALUE ...]`: trains a model, or goes on with a run that was stopped.
 
-`--print-config` prints the resolved configuration instead, `--help` every key. Ctrl-C or SIGTERM saves the state and stops; a second
-Ctrl-C ends the process at once. Exit status: 0 done, 1 the loss is no longer finite, 2 something in the configuration or the data is
-wrong, 75 stopped by a signal with nothing lost: the same command goes on.
+`--print-config` prints the resolved configuration instead, `--help` every key. Ctrl-C or SIGTERM saves the state and
+stops; a second Ctrl-C ends the process at once. Exit status: 0 done, 1 the loss is no longer finite, 2 something in the
+configuration or the data is wrong, 75 stopped by a signal with nothing lost: the same command goes on.
 """
 
 import sys
@@ -86,7 +86,7 @@ def _description(plan: Plan) -> list[str]:
     device = plan.mesh.devices.flat[0]
     kind = "" if device.device_kind == device.platform else f" ({device.device_kind})"
     return [
-        f"{config.model.name}: {num_parameters:,} parameters, vocabulary {plan.vocab_size:,}",  # type: ignore[attr-defined]
+        f"{getattr(config.model, 'name', 'model')}: {num_parameters:,} parameters, vocabulary {plan.vocab_size:,}",
         f"{plan.mesh.size} {device.platform} device(s){kind}: {sizes}",
         *plan.notes,
     ]

@@ -1,7 +1,8 @@
 """The loop: data in, step, metrics out; evaluate, save, stop. No mathematics.
 
-The metrics of a step are fetched after the next step is dispatched, so that the devices never wait for the host. Before anything is
-saved all metrics are written, so that a run which goes on from a checkpoint repeats no line of `metrics.jsonl` and misses none.
+The metrics of a step are fetched after the next step is dispatched, so that the devices never wait for the host. All
+metrics are written before anything is saved, so that a run which goes on from a checkpoint repeats no line of
+`metrics.jsonl` and misses none.
 """
 
 import json
@@ -11,16 +12,17 @@ import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 import numpy as np
 
 from jaxpar.checkpoint import Checkpoints, write_whole
 from jaxpar.config import Config, changed_keys, dump_toml, parse_config
-from jaxpar.data import Corpus, Tokenizer, heldout_batches, train_batches
+from jaxpar.data import Batch, Corpus, Tokenizer, heldout_batches, train_batches
 from jaxpar.metrics import Progress, Throughput, Writer, find_peak, make_writers, transformer_flops_per_token
 from jaxpar.optim import make_schedule
 from jaxpar.plan import Plan
@@ -63,8 +65,8 @@ def find_start(config: Config, tokenizer: Tokenizer, checkpoints: Checkpoints) -
         )
     if notes["tokenizer"] != tokenizer.digest:
         raise ValueError(
-            f"{saved} whose tokenizer was another one, although [data.tokenizer] is the same: its file, or the text that it is "
-            "trained on, has changed since. Put that back, or choose another run.dir"
+            f"{saved} whose tokenizer was another one, although [data.tokenizer] is the same: its file, or the text "
+            "that it is trained on, has changed since. Put that back, or choose another run.dir"
         )
     if step > config.train.num_steps:
         raise ValueError(
@@ -115,9 +117,14 @@ class Trainer:
         self._writers: list[Writer] = []
         with ExitStack() as opened:
             self._batches = train_batches(
-                corpus, config.data, batch_size=config.train.batch_size, seed=config.run.seed, start_step=self.start.step,
-                process_index=jax.process_index(), process_count=jax.process_count(),
-            )  # fmt: skip
+                corpus,
+                config.data,
+                batch_size=config.train.batch_size,
+                seed=config.run.seed,
+                start_step=self.start.step,
+                process_index=jax.process_index(),
+                process_count=jax.process_count(),
+            )
             opened.callback(self._batches.close)
             if jax.process_index() == 0:
                 write_whole(run_dir / "config.toml", self._notes["config"])
@@ -135,7 +142,9 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._opened.close()
 
     def run(self, progress: Progress, stop: Callable[[], bool] = lambda: False) -> tuple[TrainState, bool]:
@@ -238,10 +247,11 @@ class Trainer:
             progress.update(step, values)
         if not finite:
             saved = self.checkpoints.newest_step
+            newest = "there is no checkpoint" if saved is None else f"the newest checkpoint is of step {saved}"
             raise FloatingPointError(
-                f"step {step}: the loss is {values['loss']:g} and the gradient's norm {values['grad_norm']:g}, so the parameters are "
-                f"lost and not saved; {'there is no checkpoint' if saved is None else f'the newest checkpoint is of step {saved}'}. "
-                "A lower optimizer.learning_rate, more schedule.warmup_steps or precision.compute=float32 may help, in another run.dir"
+                f"step {step}: the loss is {values['loss']:g} and the gradient's norm {values['grad_norm']:g}, so the "
+                f"parameters are lost and not saved; {newest}. A lower optimizer.learning_rate, more "
+                "schedule.warmup_steps or precision.compute=float32 may help, in another run.dir"
             )
 
     def _evaluate(self, step: int, state: TrainState, progress: Progress, stop: Callable[[], bool]) -> bool:
@@ -269,13 +279,17 @@ def evaluate(
 ) -> dict[str, float] | None:
     """`eval/loss` in nats per token and `eval/bits_per_byte` over the whole held-out set; nothing if none is held out.
 
-    None if `stop` said so before the end. `byte_lengths` has the bytes that each entry of the padded vocabulary stands for.
+    None if `stop` said so before the end. `byte_lengths` has the bytes that each entry of the padded vocabulary stands
+    for.
     """
     config = plan.config
     batches = heldout_batches(
-        corpus, config.data, batch_size=config.evaluation.batch_size or config.train.batch_size,
-        process_index=jax.process_index(), process_count=jax.process_count(),
-    )  # fmt: skip
+        corpus,
+        config.data,
+        batch_size=config.evaluation.batch_size or config.train.batch_size,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
     lengths = jax.device_put(byte_lengths, plan.replicated)
     totals = {"nats": 0.0, "tokens": 0, "bytes": 0}
     pending: Mapping[str, jax.Array] = {}
@@ -289,7 +303,9 @@ def evaluate(
     if not totals["tokens"]:
         return {}
     values = {"eval/loss": totals["nats"] / totals["tokens"]}
-    return values | {"eval/bits_per_byte": totals["nats"] / math.log(2) / totals["bytes"]} if totals["bytes"] else values
+    return (
+        values | {"eval/bits_per_byte": totals["nats"] / math.log(2) / totals["bytes"]} if totals["bytes"] else values
+    )
 
 
 def _add(totals: dict[str, Any], sums: Mapping[str, jax.Array]) -> None:
@@ -297,9 +313,10 @@ def _add(totals: dict[str, Any], sums: Mapping[str, jax.Array]) -> None:
         totals[name] += value.item()
 
 
-def _to_devices(rows: Mapping[str, np.ndarray], plan: Plan) -> dict[str, jax.Array]:
+def _to_devices(rows: Batch, plan: Plan) -> dict[str, jax.Array]:
     """Global arrays of this process's rows; the transfer goes on while the caller does."""
-    return {name: jax.make_array_from_process_local_data(plan.batch_sharding, array) for name, array in rows.items()}
+    make = partial(jax.make_array_from_process_local_data, plan.batch_sharding)
+    return {name: make(array) for name, array in cast(dict[str, np.ndarray], rows).items()}
 
 
 def _has_evaluation(path: Path, step: int) -> bool:

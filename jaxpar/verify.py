@@ -1,7 +1,7 @@
 """`python -m jaxpar.verify CONFIG [KEY=VALUE ...]`: does the configured layout compute what one device computes?
 
-Computes one batch's loss and every gradient, before clipping, on the configured mesh and on a single device (dropout on,
-padding and packed documents included), and compares them parameter by parameter. The model must fit one device;
+Computes one batch's loss and every gradient, before clipping, on the configured mesh and on a single device (dropout
+on, padding and packed documents included), and compares them parameter by parameter. The model must fit one device;
 `--scaled-down` verifies a small copy with the same parts, layout and divisibility instead. Exit status: 0 equal,
 1 something differs, 2 the configuration is wrong.
 """
@@ -128,8 +128,12 @@ def differences(found: Mapping[str, Any], reference: Mapping[str, Any]) -> list[
 
 
 def _same_shape(*arrays: np.ndarray) -> list[np.ndarray]:
+    """The arrays, the smaller filled up with zeros at its ends."""
     shape = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
-    return [np.pad(array, [(0, n - m) for m, n in zip(array.shape, shape, strict=True)]) for array in arrays]
+    filled = [np.zeros(shape) for _ in arrays]
+    for zeros, array in zip(filled, arrays, strict=True):
+        zeros[tuple(map(slice, array.shape))] = array
+    return filled
 
 
 def _report(plan: Plan, found: Sequence[Difference]) -> int:
@@ -156,8 +160,7 @@ def _scaled_down(config: Config, sizes: Mapping[str, int], vocab_size: int) -> t
     """A small copy of the run with the same parts and layout."""
     model = config.model
     if not hasattr(model, "scaled_down"):
-        name = model.name  # type: ignore[attr-defined]
-        raise UserError(f"--scaled-down: model.name={name!r} has no scaled_down(tensor=..., fsdp=...) method")
+        raise UserError(f"--scaled-down: {type(model).__name__} has no method scaled_down(tensor=..., fsdp=...)")
     length = 16 * sizes["tensor"]
     block = min(config.kernels.attention_block, length // 2)
     rows = 2

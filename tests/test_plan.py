@@ -178,9 +178,9 @@ def _own_plan(**values: Any) -> Plan:
 
 def test_a_users_model_needs_names_only() -> None:
     plan = _own_plan()
-    assert (plan.vocab_size, plan.padded_vocab_size) == (50, 52)
+    assert (plan.vocab_size, plan.padded_vocab_size) == (50, 128)
     assert [(p.path, p.layout.spec, p.layout.local_shape) for p in plan.parameters] == [
-        ("table", P("tensor", "fsdp"), (13, 3))
+        ("table", P("tensor", "fsdp"), (32, 3))
     ]
 
 
@@ -192,9 +192,9 @@ def test_a_users_model_needs_names_only() -> None:
             r"^model.name='mine' keeps state that is not an nnx.Param \(calls, rngs/params/count, rngs/params/key\); "
             r"take randomness from the dropout_key argument and keep no counters",
         ),
-        ({"names": None}, r"^parameter table \(52, 6\) has no logical axes; annotate it: nnx.Param"),
+        ({"names": None}, r"^parameter table \(128, 6\) has no logical axes; annotate it: nnx.Param"),
         ({"names": ("vocab", "width")}, r"^table: unknown logical axis 'width'; the rules know embed, head_dim, "),
-        ({"names": ("vocab",)}, r"^table: 1 logical axes \('vocab',\) for 2 dims \(52, 6\)$"),
+        ({"names": ("vocab",)}, r"^table: 1 logical axes \('vocab',\) for 2 dims \(128, 6\)$"),
         ({"names": ("vocab", "mlp")}, r"^table: mesh axis 'tensor' is used twice, by logical axes 'vocab' and 'mlp'"),
         ({"names": ("vocab", "heads")}, r"^table: mesh axis 'tensor' is used twice"),
         ({"names": (None, "mlp")}, r"^table: dim 'mlp' of size 6 does not divide over tensor = 4; .*: 4, 8$"),

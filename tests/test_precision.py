@@ -14,19 +14,24 @@ from jaxpar.precision import in_compute_dtype
 from jaxpar.step import abstract_batch, make_gradients, token_loss
 
 
-def test_matrices_are_cast_vectors_are_not_and_gradients_come_back_in_float32() -> None:
+def test_matrices_are_cast_vectors_of_layers_are_not_and_gradients_come_back_in_float32() -> None:
+    axes = {"matrix": ("embed", "mlp"), "vector": ("norm",), "layers/matrix": ("layers", "embed", "mlp")}
+    axes["layers/vector"] = ("layers", "norm")
     seen = {}
 
     def loss(params: dict, scale: float) -> jax.Array:
-        seen.update(jax.tree.map(lambda a: a.dtype, params))
-        return scale * (params["matrix"].astype(jnp.float32).sum() + params["vector"].sum())
+        seen.update(jax.tree.map(lambda a: a.dtype.name, params))
+        return scale * sum(a.astype(jnp.float32).sum() for a in jax.tree.leaves(params))
 
-    params = {"matrix": jnp.full((2, 3), 1.0 + 2**-10), "vector": jnp.full(3, 1.0 + 2**-10)}
-    value, gradients = jax.value_and_grad(in_compute_dtype(loss, "bfloat16"))(params, 2.0)
-    assert seen == {"matrix": jnp.bfloat16, "vector": jnp.float32}
-    assert value == 2.0 * (6 + 3 * (1.0 + 2**-10))
-    assert {name: gradient.dtype for name, gradient in gradients.items()} == dict.fromkeys(params, jnp.float32)
-    assert in_compute_dtype(loss, "float32") is loss
+    fine = 1.0 + 2**-10  # bfloat16 rounds it to 1
+    params = {"matrix": jnp.full((2, 3), fine), "vector": jnp.full(3, fine)}
+    params["layers"] = {"matrix": jnp.full((5, 2, 3), fine), "vector": jnp.full((5, 3), fine)}
+    value, gradients = jax.value_and_grad(in_compute_dtype(loss, "bfloat16", axes))(params, 2.0)
+    formats = {"matrix": "bfloat16", "vector": "float32"}
+    assert seen == formats | {"layers": formats}
+    assert value == 2.0 * (36 + 18 * fine)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}
+    assert in_compute_dtype(loss, "float32", axes) is loss
 
 
 def _plan(compute: str) -> Plan:
@@ -46,7 +51,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_products_are_in_the_compute_format_and_norms_softmax_and_loss_in_float32(compute: str) -> None:
     plan = _plan(compute)
-    loss = in_compute_dtype(token_loss(plan, LossSettings()), compute)
+    loss = in_compute_dtype(token_loss(plan, LossSettings()), compute, plan.axes)
     key = jax.random.key(0)
     with plan.execution.active():
         jaxpr = jax.make_jaxpr(loss)(plan.abstract_params, abstract_batch(plan), key)

@@ -25,9 +25,8 @@ def axis_sizes(requested: Mapping[str, int], num_devices: int) -> dict[str, int]
     sizes = {axis: requested.get(axis, 1) for axis in AXES}
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise ValueError(
-            f"{' and '.join(f'parallel.{axis}' for axis in free)} are both -1; only one axis can take what is left"
-        )
+        named, both = " and ".join(f"parallel.{axis}" for axis in free), "both" if len(free) == 2 else "all"
+        raise ValueError(f"{named} are {both} -1; only one axis can take what is left")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     asked = " × ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)) or "1"
     if free:

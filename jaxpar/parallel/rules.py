@@ -53,13 +53,14 @@ def resolve(
     entries: list[tuple[str, ...]] = []
     owners: dict[str, str] = {}
     for size, name in zip(shape, axes, strict=True):
-        mesh_axes = tuple(axis for axis in _lookup(path, name, table) if mesh_shape[axis] > 1)
-        for axis in mesh_axes:
+        named = _lookup(path, name, table)
+        for axis in named:
             if axis in owners:
                 raise ValueError(
                     f"{path}: mesh axis {axis!r} is used twice, by logical axes {owners[axis]!r} and {name!r} of {axes}"
                 )
             owners[axis] = str(name)
+        mesh_axes = tuple(axis for axis in named if mesh_shape[axis] > 1)
         num_shards = math.prod(mesh_shape[axis] for axis in mesh_axes)
         if size % num_shards:
             below = size - size % num_shards

@@ -36,6 +36,7 @@ def test_one_axis_takes_what_is_left(requested: dict[str, int], num_devices: int
             8,
             "parallel.data and parallel.tensor are both -1; only one axis can take what is left",
         ),
+        ({"data": -1, "fsdp": -1, "tensor": -1}, 8, "parallel.data and parallel.fsdp and parallel.tensor are all -1"),
         (
             {"data": -1, "tensor": 3},
             8,

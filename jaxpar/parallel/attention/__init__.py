@@ -1,13 +1,77 @@
-import jax, jax.numpy as jnp
-def choose(implementation, **kw): return "reference", "temporary"
-def attention(q, k, v, *, segment_ids_BT, window, softcap, scale, implementation, block):
-    s = jnp.einsum("btkgn,bskn->bkgts", q, k, preferred_element_type=jnp.float32) * scale
-    if softcap: s = softcap * jnp.tanh(s / softcap)
-    T = q.shape[1]; i = jnp.arange(T)
-    m = i[:, None] >= i[None]
-    if window: m &= i[:, None] - i[None] < window
-    m = m[None]
-    if segment_ids_BT is not None: m = m & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None])
-    s = jnp.where(m[:, None, None], s, -1e30)
-    p = jax.nn.softmax(s, axis=-1).astype(q.dtype)
-    return jnp.einsum("bkgts,bskn->btkgn", p, v)
+"""Causal self-attention with grouped heads: one function, four implementations that agree, and the choice among them.
+
+Shapes: B batch, T tokens, K key/value heads, G queries per key/value head, N head dim.
+"""
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxpar.parallel.attention.blockwise import blockwise_attention
+from jaxpar.parallel.attention.choice import BLOCKWISE_MIN_TOKENS, IMPLEMENTATIONS, choose
+from jaxpar.parallel.attention.cudnn import cudnn_attention
+from jaxpar.parallel.attention.reference import reference_attention
+from jaxpar.parallel.attention.sharding import by_batch_and_heads
+from jaxpar.parallel.attention.splash import splash_attention
+
+__all__ = ["BLOCKWISE_MIN_TOKENS", "IMPLEMENTATIONS", "attention", "choose"]
+
+
+def attention(
+    q_BTKGN: jax.Array,
+    k_BTKN: jax.Array,
+    v_BTKN: jax.Array,
+    *,
+    segment_ids_BT: jax.Array | None,
+    window: int | None,
+    softcap: float | None,
+    scale: float,
+    implementation: str,
+    block: int,
+) -> jax.Array:
+    """softmax(cap(scale · q·k) + mask) · v [B, T, K, G, N] in q's dtype, where cap(x) = c · tanh(x / c).
+
+    A query sees itself and what lies before it in the sequence, in its own segment, and no further back than the
+    window. Softmax and sums are float32. Padding (segment 0) attends to padding: its outputs and gradients are finite.
+    For remat policies the output is named "attention_output", and what "blockwise" keeps besides "attention_logsumexp".
+
+    Args:
+      segment_ids_BT: int32 document of each token, 0 for padding; None means one document in each sequence.
+      window: tokens that a query sees, itself among them; None sees all (Mistral 7B, section 2).
+      softcap: bound on scores (Gemma 2, section 2); None leaves them.
+      implementation: one of `IMPLEMENTATIONS`, as `choose` names it.
+      block: queries and keys in one tile of "blockwise" and "splash"; the others ignore it.
+
+    Raises:
+      ValueError: `window`, `softcap` or `block` is not positive, or the implementation cannot do what is asked of it.
+
+    >>> import jax.numpy as jnp
+    >>> q, kv = jnp.ones((1, 4, 2, 3, 8)), jnp.ones((1, 4, 2, 8))
+    >>> form = {"segment_ids_BT": None, "window": None, "softcap": None, "scale": 1.0}
+    >>> attention(q, kv, kv, **form, implementation="blockwise", block=2).shape
+    (1, 4, 2, 3, 8)
+    """
+    for name, value in (("window", window), ("softcap", softcap), ("block", block)):
+        if value is not None and value <= 0:
+            raise ValueError(
+                f"attention's {name} must be positive, not {value}" + ("; None is without" if name != "block" else "")
+            )
+    operands = (q_BTKGN, k_BTKN, v_BTKN, segment_ids_BT)
+    match implementation:
+        case "reference":
+            out = reference_attention(*operands, window=window, softcap=softcap, scale=scale)
+            return checkpoint_name(out, "attention_output")
+        case "blockwise":
+            return blockwise_attention(*operands, window=window, softcap=softcap, scale=scale, block=block)
+        case "cudnn":
+            if segment_ids_BT is not None or softcap is not None:
+                raise ValueError('attention "cudnn" takes neither segment_ids_BT nor softcap; use "blockwise"')
+            out = cudnn_attention(q_BTKGN, k_BTKN, v_BTKN, window=window, scale=scale)
+            return checkpoint_name(out, "attention_output")
+        case "splash":
+            # XLA partitions the others along batch and heads without communication; it cannot partition this kernel.
+            return splash_attention(
+                *operands, window=window, softcap=softcap, scale=scale, block=block, shard=by_batch_and_heads
+            )
+    raise ValueError(
+        f'attention implementation "{implementation}" is unknown; legal values: {", ".join(IMPLEMENTATIONS)}'
+    )

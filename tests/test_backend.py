@@ -1,0 +1,62 @@
+"""What is set before JAX starts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxpar.backend import matrix_product_forms, prepare
+from jaxpar.config.schema import ParallelConfig, RuntimeConfig
+from jaxpar.parallel.constrain import Execution
+
+ROOT = Path(__file__).parents[1]
+
+_PREPARED = """
+import os
+from jaxpar.backend import prepare
+from jaxpar.config.schema import ParallelConfig, RuntimeConfig
+runtime = RuntimeConfig(xla_flags=("auto", "--xla_cpu_multi_thread_eigen=false"), compilation_cache="programs")
+print(*prepare(ParallelConfig(simulated_devices=3), runtime), sep="\\n")
+import jax
+assert len(jax.devices()) == 3
+assert jax.config.jax_compilation_cache_dir == os.path.abspath("programs")
+assert jax.config.jax_persistent_cache_min_compile_time_secs <= 1
+print(os.environ["XLA_FLAGS"])
+"""
+
+
+def test_devices_flags_and_cache_are_set_and_said(tmp_path: Path) -> None:
+    """Flags of the environment stay; the run's come after them, and win."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true"}
+    done = subprocess.run(
+        [sys.executable, "-c", _PREPARED], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    *lines, flags = done.stdout.splitlines()
+    assert lines[0] == "simulating 3 devices on the CPU"
+    assert lines[-1] == "compiled programs are kept in programs"
+    (said,) = [line for line in lines if line.startswith("XLA_FLAGS: ")]
+    given = flags.split()
+    assert given[0] == "--xla_cpu_multi_thread_eigen=true"
+    assert given[-1] == "--xla_cpu_multi_thread_eigen=false"
+    assert given[1:] == said.removeprefix("XLA_FLAGS: ").split()
+    assert "auto" not in given
+
+
+def test_nothing_asked_for_is_nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(name: str, value: object) -> None:
+        raise AssertionError(f"{name} was set to {value}")
+
+    before = dict(os.environ)
+    monkeypatch.setattr(jax.config, "update", never)
+    assert prepare(ParallelConfig(), RuntimeConfig(xla_flags=(), compilation_cache="")) == []
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_forms_of_products_are_an_executions(platform: str, dtype: str) -> None:
+    Execution(**matrix_product_forms(platform, dtype))

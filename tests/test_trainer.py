@@ -1,0 +1,386 @@
+"""The loop: what it does in which order, that it goes on exactly where it stopped, and what it refuses."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpar.checkpoint import Checkpoints, run_directory
+from jaxpar.config import Config, dump_toml, parse_config
+from jaxpar.data import make_tokenizer, open_data
+from jaxpar.plan import Plan, make_plan
+from jaxpar.state import TrainState
+from jaxpar.step import Step
+from jaxpar.trainer import Start, Trainer, evaluate, find_start
+
+NUM_STEPS = 9
+SEQUENCE = 16
+END_OF_TEXT = 256
+TIMING = {"step_seconds", "tokens_per_second", "mfu"}
+DOCUMENTS = [" ".join(f"{(7 * i + j) % 13} fish" for j in range(8 + 3 * i)) for i in range(11)]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("texts")
+    for number, text in enumerate(DOCUMENTS):
+        (directory / f"{number:02}.txt").write_text(text)
+    return directory
+
+
+@pytest.fixture
+def config_of(texts: Path, tmp_path: Path) -> Callable[..., Config]:
+    """A tiny run on two devices; a section changes the keys that it names."""
+
+    def make(**sections: dict[str, Any]) -> Config:
+        table: dict[str, dict[str, Any]] = {
+            "run": {"dir": str(tmp_path / "run")},
+            "model": {
+                "name": "transformer", "num_layers": 1, "embed_dim": 8, "num_heads": 2, "mlp_dim": 16, "dropout": 0.2,
+                "vocab_multiple": 2,
+            },
+            "data": {
+                "sequence_length": SEQUENCE, "sources": [{"name": "text", "paths": [f"{texts}/*.txt"]}],
+                "tokenizer": {"name": "bytes"}, "cache_dir": str(texts / "cache"), "holdout_every": 4,
+            },
+            "train": {"num_steps": NUM_STEPS, "batch_size": 4},
+            "optimizer": {"name": "adamw", "learning_rate": 1e-2},
+            "schedule": {"name": "linear", "warmup_steps": 2},
+            "parallel": {"fsdp": 2},
+            "evaluation": {"every_steps": 3, "batch_size": 6},
+            "checkpoint": {"every_steps": 4},
+            "logging": {"every_steps": 2, "progress": "off"},
+            "hardware": {"peak_tflops": 1.0},
+        }  # fmt: skip
+        return parse_config({name: table.get(name, {}) | sections.get(name, {}) for name in {**table, **sections}})
+
+    return make
+
+
+@functools.cache
+def _compiled(toml: str) -> tuple[Plan, Step]:
+    """Plan and step for what decides them, compiled once for all tests."""
+    config = parse_config(tomllib.loads(toml))
+    plan = make_plan(config, jax.devices()[:2], END_OF_TEXT + 1)
+    return plan, Step(plan)
+
+
+def _plan_and_step(config: Config) -> tuple[Plan, Step]:
+    other = Config(model=config.model)
+    decides = {
+        "run": other.run,
+        "evaluation": other.evaluation,
+        "checkpoint": other.checkpoint,
+        "logging": other.logging,
+    }
+    plan, step = _compiled(dump_toml(config.model_copy(update=decides)))
+    return dataclasses.replace(plan, config=config), step
+
+
+class Screen:
+    """A display that keeps what it is told, in the order of the other events."""
+
+    def __init__(self, events: list[Any] | None = None) -> None:
+        self.messages: list[str] = []
+        self.events: list[Any] = [] if events is None else events
+
+    def update(self, step: int, values: Mapping[str, Any]) -> None:
+        self.events.append(("shown", step))
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+@contextlib.contextmanager
+def opened(config: Config, train: Callable[..., Any] | None = None) -> Iterator[Trainer]:
+    """A trainer whose `step.train` is `train(original, *arguments)`."""
+    tokenizer = make_tokenizer(config.data, show_progress=False)
+    plan, step = _plan_and_step(config)
+    called: Any = step
+    if train is not None:
+        called = SimpleNamespace(
+            train=functools.partial(train, step.train), evaluate=step.evaluate, optimizer=step.optimizer
+        )
+    corpus = open_data(config.data, tokenizer, show_progress=False)
+    with (
+        run_directory(config.run.dir, is_writer=True) as directory,
+        Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep) as checkpoints,
+        Trainer(plan, called, tokenizer, corpus, checkpoints, directory) as trainer,
+    ):
+        yield trainer
+
+
+def lines_of(config: Config) -> list[dict[str, Any]]:
+    """`metrics.jsonl` without what a clock decides."""
+    lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMING} for line in lines]
+
+
+def assert_same(found: TrainState, expected: TrainState) -> None:
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
+
+
+def test_a_run_that_was_stopped_twice_and_crashed_is_the_straight_run(
+    config_of: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Bit by bit: parameters, moments, metrics. The stops come at an evaluation, which is made up for."""
+    logging = {"every_steps": 2, "progress": "off", "tensorboard": True}
+    straight = config_of(run={"dir": str(tmp_path / "straight")}, logging=logging)
+    with opened(straight) as trainer:
+        expected, stopped = trainer.run(Screen())
+    assert not stopped
+    assert [line["step"] for line in lines_of(straight)] == [2, 3, 4, 6, 6, 8, 9, 9]
+    assert list((tmp_path / "straight" / "tensorboard").glob("events.*"))
+
+    config = config_of(logging=logging)
+    made: list[int] = []
+
+    def count(train: Callable[..., Any], state: TrainState, batch: Any) -> Any:
+        made.append(int(state.step) + 1)
+        return train(state, batch)
+
+    with opened(config, count) as trainer:
+        state, stopped = trainer.run(Screen(), lambda: len(made) >= 3)
+    assert (stopped, made, int(state.step)) == (True, [1, 2, 3], 3)
+    assert [line["step"] for line in lines_of(config)] == [2]
+
+    def crash(train: Callable[..., Any], state: TrainState, batch: Any) -> Any:
+        if len(made) == 7:
+            raise RuntimeError("a cosmic ray")
+        return count(train, state, batch)
+
+    screen = Screen()
+    with pytest.raises(RuntimeError, match="cosmic ray"), opened(config, crash) as trainer:
+        trainer.run(screen)
+    assert screen.messages[0] == "continuing after step 3 of 9"
+    assert [line["step"] for line in lines_of(config)] == [2, 3, 4, 6, 6]
+
+    with opened(config, count) as trainer:
+        trainer.run(Screen(), lambda: made[-1] == NUM_STEPS)
+    assert made == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8, 9]
+    assert lines_of(config) == lines_of(straight)[:-1]
+    for _ in range(2):
+        screen = Screen()
+        with opened(config, count) as trainer:
+            state, stopped = trainer.run(screen)
+        assert screen.messages[0] == "all 9 steps are made"
+        assert not stopped
+        assert lines_of(config) == lines_of(straight)
+    assert made[-1] == NUM_STEPS
+    assert_same(state, expected)
+
+
+def test_metrics_are_fetched_one_step_late_and_written_before_a_checkpoint(config_of: Callable[..., Config]) -> None:
+    config = config_of(logging={"every_steps": 1, "progress": "off"}, evaluation={"every_steps": 0})
+    events: list[Any] = []
+
+    def record(train: Callable[..., Any], state: TrainState, batch: Any) -> Any:
+        events.append(("dispatched", len([e for e in events if e[0] == "dispatched"]) + 1))
+        return train(state, batch)
+
+    with opened(config, record) as trainer:
+        save = trainer.checkpoints.save
+
+        def saving(step: int, *arguments: Any) -> None:
+            events.append(("saved", step, [line["step"] for line in lines_of(config)][-1]))
+            save(step, *arguments)
+
+        trainer.checkpoints.save = saving  # type: ignore[method-assign]
+        trainer.run(Screen(events))
+    expected: list[Any] = []
+    for step in range(1, NUM_STEPS + 1):
+        expected.append(("dispatched", step))
+        if step not in (5, 9):  # the step before was reported early, to be written before it was saved
+            expected += [("shown", step - 1)] if step > 1 else []
+        if step in (4, 8):
+            expected += [("shown", step), ("saved", step, step)]
+    expected += [("shown", NUM_STEPS), ("saved", NUM_STEPS, NUM_STEPS)]
+    assert events == expected
+
+
+def test_a_transfer_that_nobody_asked_for_is_an_error(config_of: Callable[..., Config]) -> None:
+    def from_host(train: Callable[..., Any], state: TrainState, batch: Any) -> Any:
+        return train(state, {name: np.asarray(rows) for name, rows in batch.items()})
+
+    with (
+        pytest.raises(Exception, match="Disallowed host-to-device transfer"),
+        opened(config_of(), from_host) as trainer,
+    ):
+        trainer.run(Screen())
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(config_of: Callable[..., Config]) -> None:
+    config = config_of(logging={"every_steps": 100, "progress": "off"})
+
+    def spoil(train: Callable[..., Any], state: TrainState, batch: Any) -> Any:
+        state, metrics = train(state, batch)
+        return state, metrics | ({"loss": jax.device_put(np.float32(np.nan))} if int(state.step) == 8 else {})
+
+    with (
+        pytest.raises(FloatingPointError, match=r"step 8: the loss is nan .* newest checkpoint is of step 4"),
+        opened(config, spoil) as trainer,
+    ):
+        trainer.run(Screen())
+    assert [line["loss"] for line in lines_of(config) if line["step"] == 8] == ["NaN"]
+    with opened(config) as trainer:
+        assert trainer.start.step == 4
+
+
+def test_evaluation_counts_every_held_out_token_once(config_of: Callable[..., Config]) -> None:
+    """Against log-probabilities of one document's part of one window at a time, in float64."""
+    config = config_of(parallel={"data": 2, "fsdp": 1})
+    plan, step = _plan_and_step(config)
+    tokenizer = make_tokenizer(config.data, show_progress=False)
+    corpus = open_data(config.data, tokenizer, show_progress=False)
+    params = jax.jit(plan.make_params, out_shardings=plan.param_shardings)()
+    byte_lengths = np.zeros(plan.padded_vocab_size, np.int32)
+    byte_lengths[: tokenizer.vocab_size] = tokenizer.token_byte_lengths()
+    with plan.execution.active():
+        found = evaluate(plan, step, params, corpus, byte_lengths)
+
+    documents = [[*text.encode(), END_OF_TEXT] for text in DOCUMENTS[::4]]
+    tokens = np.concatenate(documents)
+    document = np.repeat(np.arange(len(documents)), [len(part) for part in documents])
+    model = nnx.merge(plan.structure, jax.device_get(params))
+    positions = np.arange(SEQUENCE, dtype=np.int32)[None]
+
+    @jax.jit
+    def logits_of(padded: jax.Array) -> jax.Array:
+        return model({"tokens": padded[None], "positions": positions, "segment_ids": None}).logits()[0]
+
+    nats = num_tokens = num_bytes = 0.0
+    for first in range(0, len(tokens) - 1, SEQUENCE):
+        window = np.arange(first, min(first + SEQUENCE, len(tokens) - 1))
+        for number in np.unique(document[window]):
+            part = window[document[window] == number]
+            padded = np.zeros(SEQUENCE, np.int32)
+            padded[: part.size] = tokens[part]
+            logits = np.asarray(logits_of(padded), np.float64)[:, : tokenizer.vocab_size]
+            log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+            for place, at in enumerate(part):
+                if document[at + 1] == number:
+                    nats -= log_probabilities[place, tokens[at + 1]]
+                    num_tokens += 1
+                    num_bytes += tokens[at + 1] != END_OF_TEXT
+    assert num_tokens == len(tokens) - len(documents)
+    assert -(-(len(tokens) - 1) // SEQUENCE) % 6, "the last batch must be padded"
+    assert found == pytest.approx(
+        {"eval/loss": nats / num_tokens, "eval/bits_per_byte": nats / np.log(2) / num_bytes}, rel=2e-6
+    )
+    with plan.execution.active():
+        assert evaluate(plan, step, params, corpus, byte_lengths, stop=lambda: True) is None
+
+
+def test_without_held_out_documents_a_run_says_so_and_evaluates_nothing(config_of: Callable[..., Config]) -> None:
+    config = config_of()
+    config = config.model_copy(update={"data": config.data.model_copy(update={"holdout_every": 0})})
+    screen = Screen()
+    with opened(config) as trainer:
+        trainer.run(screen)
+    assert "nothing is held out (data.holdout_every=0), so there is no evaluation" in screen.messages
+    assert not [line for line in lines_of(config) if "eval/loss" in line]
+
+
+def test_of_several_processes_the_first_alone_writes(
+    config_of: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of()
+    plan, step = _plan_and_step(config)
+    tokenizer = make_tokenizer(config.data, show_progress=False)
+    corpus = open_data(config.data, tokenizer, show_progress=False)
+    with (
+        run_directory(config.run.dir, is_writer=True) as directory,
+        Checkpoints(directory / "checkpoints", keep=1) as checkpoints,
+    ):
+        for index, names in ((1, []), (0, ["config.toml", "metrics.jsonl"])):
+            monkeypatch.setattr(jax, "process_count", lambda: 2)
+            monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+            with Trainer(plan, step, tokenizer, corpus, checkpoints, directory):
+                pass
+            monkeypatch.undo()
+            assert sorted(path.name for path in directory.iterdir() if path.is_file()) == [".lock", *names]
+
+
+class Saved:
+    """Checkpoints of which only the notes are read."""
+
+    def __init__(self, config: Config, step: int | None = 5, tokenizer: str = "bytes") -> None:
+        self.newest_step = step
+        self._notes = {"config": dump_toml(config), "tokenizer": tokenizer}
+
+    def notes(self, step: int) -> dict[str, str]:
+        assert step == self.newest_step
+        return self._notes
+
+
+def _start(old: Config, new: Config, tokenizer: str = "bytes", **saved: Any) -> Start:
+    return find_start(new, SimpleNamespace(digest=tokenizer), Saved(old, **saved))  # type: ignore[arg-type]
+
+
+def test_a_run_goes_on_with_another_layout_length_and_log(config_of: Callable[..., Config]) -> None:
+    old = config_of(schedule={"name": "constant", "warmup_steps": 2})
+    assert _start(old, old, step=None) == Start(0)
+    assert _start(old, old) == Start(5, ("continuing after step 5 of 9",))
+    changed = config_of(
+        schedule={"name": "constant", "warmup_steps": 2},
+        parallel={"fsdp": 1, "tensor": 2},
+        train={"num_steps": 20, "batch_size": 4},
+        logging={"every_steps": 7},
+    )
+    (message,) = _start(old, changed).messages
+    assert message.startswith("continuing after step 5 of 20; changed: train.num_steps 9 → 20, ")
+    for change in ("parallel.fsdp 2 → 1", "parallel.tensor 1 → 2", "logging.every_steps 2 → 7"):
+        assert change in message
+
+
+def test_a_run_of_another_length_whose_past_would_have_been_another_is_told(config_of: Callable[..., Config]) -> None:
+    """Linear from 0.01 at step 2 to 0: the fifth update of 9 is made at 5/7 of the peak, of 16 at 12/14."""
+    _, note = _start(config_of(), config_of(train={"num_steps": 16, "batch_size": 4})).messages
+    assert "Step 5 was made at learning rate 0.007143, a run of 16 steps makes it at 0.008571" in note
+    assert "step 6 is made at 0.007857" in note
+    wsd = {"name": "wsd", "warmup_steps": 2, "decay_steps": 4}
+    longer = config_of(schedule=wsd, train={"num_steps": 16, "batch_size": 4})
+    assert len(_start(config_of(schedule=wsd), longer).messages) == 1, "the decay had not begun: nothing differs"
+
+
+@pytest.mark.parametrize(
+    ("sections", "lines"),
+    [
+        ({"run": {"dir": "runs/x", "seed": 1}}, ["run.seed: 0 → 1"]),
+        ({"model": {"embed_dim": 16, "num_heads": 4}}, ["model.embed_dim: 8 → 16", "model.num_heads: 2 → 4"]),
+        ({"data": {"sequence_length": 32}}, ["data.sequence_length: 16 → 32"]),
+        ({"data": {"tokenizer": {"name": "bpe", "vocab_size": 300}}},
+         ["data.tokenizer.name: 'bytes' → 'bpe'", "data.tokenizer.vocab_size: None → 300"]),
+        ({"optimizer": {"name": "adamw", "learning_rate": 2e-2}, "train": {"batch_size": 8}},
+         ["train.batch_size: 4 → 8", "optimizer.learning_rate: 0.01 → 0.02"]),
+    ],
+    ids=["seed", "model", "sequence", "tokenizer", "batch and rate"],
+)  # fmt: skip
+def test_another_run_is_refused_with_the_keys(
+    config_of: Callable[..., Config], sections: dict[str, Any], lines: list[str]
+) -> None:
+    with pytest.raises(ValueError, match="that was started with other values:") as caught:
+        _start(config_of(), config_of(**sections))
+    assert [line.strip() for line in str(caught.value).splitlines()[1:-1]] == lines
+
+
+def test_a_tokenizer_that_changed_behind_its_name_is_refused(config_of: Callable[..., Config]) -> None:
+    with pytest.raises(ValueError, match=r"whose tokenizer was another one, although \[data.tokenizer\] is the same"):
+        _start(config_of(), config_of(), tokenizer="other")
+
+
+def test_fewer_steps_than_are_made_are_refused(config_of: Callable[..., Config]) -> None:
+    shorter = config_of(train={"num_steps": 4, "batch_size": 4})
+    with pytest.raises(ValueError, match=r"beyond train.num_steps=4; the nearest legal value is 5"):
+        _start(config_of(), shorter)

@@ -1,0 +1,132 @@
+"""`python -m jaxpar.verify`: equal layouts pass, a wrong gradient is named, every family has a small copy."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import backend
+from jaxpar.config import load_config
+from jaxpar.models.transformer import Transformer
+from jaxpar.parallel.constrain import num_shards
+from jaxpar.parallel.loss import FactoredLogits
+from jaxpar.plan import make_plan
+from jaxpar.verify import differences, main, synthetic_batch
+
+ROOT = Path(__file__).parents[1]
+CONFIG = """
+[model]
+name = "transformer"
+num_layers = 1
+embed_dim = 16
+num_heads = 2
+mlp_dim = 16
+dropout = 0.1
+vocab_multiple = 1
+
+[data]
+sequence_length = 16
+tokenizer = { name = "bytes" }
+
+[train]
+batch_size = 8
+
+[parallel]
+data = 2
+fsdp = 2
+tensor = 2
+"""
+
+
+@pytest.fixture
+def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The command line in this process, on its 8 devices."""
+    monkeypatch.setattr(backend, "prepare", lambda parallel, runtime: [])
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    return lambda *arguments: main([str(path), *arguments])
+
+
+def test_the_layouts_of_a_sound_model_agree(verify: Callable[..., int], capsys: pytest.CaptureFixture) -> None:
+    """Also where one layout pads the vocabulary (257) and the other does not."""
+    assert verify() == 0
+    out = capsys.readouterr().out
+    assert "all 13 agree: data=2, fsdp=2, tensor=2" in out
+    assert "DIFFERS" not in out
+    names = [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")]
+    assert (names[0], names[-1]) == ("loss", "grad_norm")
+    assert {"embedding/table", "blocks/attention/query", "final_norm/scale"} < set(names)
+
+
+def test_a_wrong_gradient_is_named_and_no_other(
+    verify: Callable[..., int], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last norm's gradient counted once for each part of the batch, as replicated parameters' are in many a bug."""
+    head = Transformer.head
+
+    def faulty(self: Transformer, x_BTD: jax.Array) -> FactoredLogits:
+        times = num_shards("batch")
+        scale = self.final_norm.scale[...]
+        self.final_norm.scale[...] = times * scale - (times - 1) * jax.lax.stop_gradient(scale)
+        return head(self, x_BTD)
+
+    monkeypatch.setattr(Transformer, "head", faulty)
+    assert verify() == 1
+    out = capsys.readouterr().out
+    differing = [line.split("│")[1].strip() for line in out.splitlines() if "DIFFERS" in line]
+    assert differing == ["final_norm/scale", "grad_norm"]
+    assert out.splitlines()[-1] == "2 of 13 differ; the first is final_norm/scale"
+
+
+@pytest.mark.parametrize(
+    "preset", ["gpt2_xl", "llama3.1_405b", "qwen2_7b", "qwen3_32b", "mistral_7b_v0.1", "gemma2_27b"]
+)
+def test_a_small_copy_of_every_family_agrees(
+    verify: Callable[..., int], capsys: pytest.CaptureFixture, tmp_path: Path, preset: str
+) -> None:
+    """With sequence parallelism, and sizes that divide by the layout although the model's own need not fit here."""
+    path = tmp_path / "run.toml"
+    path.write_text(f'[model]\nname = "{preset}"\n\n' + CONFIG[CONFIG.index("[data]") :])
+    tensor = 1 if preset == "gpt2_xl" else 2
+    overrides = [f"parallel.tensor={tensor}", "parallel.data=-1", "parallel.sequence_parallel=true"]
+    assert verify("--scaled-down", *overrides) == 0
+    out = capsys.readouterr().out
+    assert f"agree: data={4 // tensor}, fsdp=2" in out
+
+
+def test_a_model_without_a_small_copy_is_told_so(verify: Callable[..., int], capsys: pytest.CaptureFixture) -> None:
+    name = "jaxpar.config.schema:EvaluationConfig"
+    assert verify("--scaled-down", f"model={{name='{name}'}}") == 2
+    message = "--scaled-down: EvaluationConfig has no method scaled_down(tensor=..., fsdp=...)\n"
+    assert capsys.readouterr().err == message
+
+
+def test_differences_are_relative_and_see_what_is_not_finite() -> None:
+    reference = {
+        "loss": np.float32(2.0), "a": np.array([3.0, -4.0]), "zero": np.zeros(2), "padded": np.array([[1.0]]),
+        "nan": np.ones(1), "grad_norm": np.float32(1.0),
+    }  # fmt: skip
+    found = {
+        "loss": np.float32(2.5), "a": np.array([3.0, -3.0]), "zero": np.array([0.0, 4e-4]),
+        "padded": np.array([[1.0, 0.0], [0.0, 0.5]]), "nan": np.array([np.nan]), "grad_norm": np.float32(1.0),
+    }  # fmt: skip
+    relative = {each.name: each.relative for each in differences(found, reference)}
+    expected = {"loss": 0.25, "a": 0.25, "zero": 0.1, "padded": 0.5, "nan": math.inf, "grad_norm": 0.0}
+    assert relative == pytest.approx(expected)
+
+
+def test_the_batch_has_documents_and_masked_targets() -> None:
+    plan = make_plan(load_config(ROOT / "configs" / "quickstart.toml"), jax.devices(), 300)
+    batch = synthetic_batch(plan)
+    assert {name: array.shape for name, array in batch.items()} == dict.fromkeys(batch, (32, 128))
+    assert batch["tokens"].max() < 300
+    assert 0.8 < batch["loss_mask"].mean() < 0.97
+    assert batch["segment_ids"].max(1).mean() > 2
+    np.testing.assert_array_equal(batch["positions"][:, 1:] == 0, np.diff(batch["segment_ids"], axis=1) == 1)
+    np.testing.assert_array_equal(batch["targets"][:, :-1], batch["tokens"][:, 1:])
+    again, other = synthetic_batch(plan), synthetic_batch(plan, seed=1)
+    np.testing.assert_array_equal(again["tokens"], batch["tokens"])
+    assert not np.array_equal(other["tokens"], batch["tokens"])
