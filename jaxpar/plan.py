@@ -124,7 +124,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
         remat=REMAT_POLICIES[config.remat.policy],
         unroll_layers=config.kernels.unroll_layers,
         attention=attention,
-        attention_block=config.kernels.attention_block,
+        attention_block=config.kernels.attention_block or (128 if devices[0].platform == "cpu" else 512),
         **matrix_product_forms(devices[0].platform, config.precision.compute),
     )
     structure, abstract_params, axes = _abstract_model(config, vocab_size, padded_vocab_size)

@@ -159,13 +159,14 @@ class Trainer:
             progress.message(message)
         if config.data.holdout_every == 0:
             progress.message("nothing is held out (data.holdout_every=0), so there is no evaluation")
+        # Before the mesh is active: the peak is measured on one device.
+        meter = self._meter(progress)
         with self.plan.execution.active():
             state = self._initial_state()
             if number and self._evaluation_is_due(number) and not self._evaluated:
                 self._evaluated = self._evaluate(number, state, progress, stop)
             if number == num_steps:
                 return state, stop()
-            meter = self._meter(progress)
             progress.message("compiling the step ...")
             return self._loop(state, progress, meter, stop)
 

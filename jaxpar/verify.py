@@ -162,7 +162,6 @@ def _scaled_down(config: Config, sizes: Mapping[str, int], vocab_size: int) -> t
     if not hasattr(model, "scaled_down"):
         raise UserError(f"--scaled-down: {type(model).__name__} has no method scaled_down(tensor=..., fsdp=...)")
     length = 16 * sizes["tensor"]
-    block = min(config.kernels.attention_block, length // 2)
     rows = 2
     for axis in BATCH_AXES:
         rows *= sizes[axis]
@@ -172,7 +171,7 @@ def _scaled_down(config: Config, sizes: Mapping[str, int], vocab_size: int) -> t
             "data": config.data.model_copy(update={"sequence_length": length}),
             "train": config.train.model_copy(update={"batch_size": rows}),
             "evaluation": config.evaluation.model_copy(update={"batch_size": 0}),
-            "kernels": config.kernels.model_copy(update={"attention_block": block}),
+            "kernels": config.kernels.model_copy(update={"attention_block": length // 2}),
         }
     )
     return small, min(vocab_size, 1000)

@@ -189,7 +189,7 @@ def test_a_users_model_needs_names_only() -> None:
     [
         (
             {"stateful": True},
-            r"^model.name='mine' keeps state that is not an nnx.Param \(calls, rngs/params/count, rngs/params/key\); "
+            r"^model.name='mine' keeps state that is not an nnx.Param \(calls, rngs/default/count, rngs/default/key\); "
             r"take randomness from the dropout_key argument and keep no counters",
         ),
         ({"names": None}, r"^parameter table \(128, 6\) has no logical axes; annotate it: nnx.Param"),

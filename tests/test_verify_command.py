@@ -15,8 +15,6 @@ from jaxpar.parallel.constrain import num_shards
 from jaxpar.parallel.loss import FactoredLogits
 from jaxpar.plan import make_plan
 from jaxpar.verify import differences, main, synthetic_batch
-
-ROOT = Path(__file__).parents[1]
 CONFIG = """
 [model]
 name = "transformer"
@@ -118,8 +116,10 @@ def test_differences_are_relative_and_see_what_is_not_finite() -> None:
     assert relative == pytest.approx(expected)
 
 
-def test_the_batch_has_documents_and_masked_targets() -> None:
-    plan = make_plan(load_config(ROOT / "configs" / "quickstart.toml"), jax.devices(), 300)
+def test_the_batch_has_documents_and_masked_targets(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(CONFIG)
+    overrides = ["train.batch_size=32", "data.sequence_length=128"]
+    plan = make_plan(load_config(tmp_path / "run.toml", overrides), jax.devices(), 300)
     batch = synthetic_batch(plan)
     assert {name: array.shape for name, array in batch.items()} == dict.fromkeys(batch, (32, 128))
     assert batch["tokens"].max() < 300

@@ -155,7 +155,7 @@ class Attention(nnx.Module):
             implementation=execution.attention,
             block=execution.attention_block,
         )  # fmt: skip
-        out_BTKGN = checkpoint_name(constrain(out_BTKGN, names), "attention_output")
+        out_BTKGN = constrain(out_BTKGN, names)
         fuse = partial(_grouped_rows, groups=groups)
         y = contract("btkgn,kgnd->btd", out_BTKGN, [self.output[...]], [("heads", "head_dim", "embed")], fuse)
         y = constrain(y, ("batch", "residual_sequence", "embed"))

@@ -24,7 +24,7 @@ PRESETS = {"small": lambda: Named(name="small", depth=4)}
 
 texts = st.text(max_size=8)
 positive = st.integers(1, 10**6)
-positive_floats = st.floats(min_value=0, exclude_min=True)
+positive_floats = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 sources = st.one_of(
     st.builds(s.PackagedSource, weight=positive_floats),
     st.builds(s.TextSource, paths=st.lists(texts, max_size=3).map(tuple), text_key=texts, weight=positive_floats),
