@@ -37,8 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def compile_step(plan: Plan) -> jax.stages.Compiled:
     """The compiled training step, from shapes alone."""
     step = Step(plan)
+    # Outside the mesh: Optax computes a scalar, which devices that are only described cannot.
+    state = abstract_state(plan, step.optimizer)
     with plan.execution.active():
-        return step.train.lower(abstract_state(plan, step.optimizer), abstract_batch(plan)).compile()
+        return step.train.lower(state, abstract_batch(plan)).compile()
 
 
 def _inspect(config: Config, flags: Collection[str]) -> int:

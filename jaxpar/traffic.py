@@ -37,7 +37,7 @@ def expected_traffic(plan: Plan) -> list[ExpectedTraffic]:
     expected = [*_weights(plan)]
     if plan.mesh.shape["tensor"] > 1 and hasattr(plan.config.model, "dims"):
         expected += _tensor(plan)
-    return [item for item in expected if item.traffic.payload_bytes]
+    return [item for item in expected if item.axes and item.traffic.payload_bytes]
 
 
 def _weights(plan: Plan) -> Iterator[ExpectedTraffic]:

@@ -26,28 +26,28 @@ def make_schedule(config: ScheduleConfig, peak: float, num_steps: int) -> optax.
     """The learning rate as a function of the number of updates already made.
 
     Raises:
-      ValueError: warmup and decay are longer than the run.
+      ValueError: warmup and the decay of "wsd" together are longer than the run.
     """
     raise TypeError(f"no schedule for {type(config).__name__}")
 
 
 @make_schedule.register
 def _constant(config: ConstantSchedule, peak: float, num_steps: int) -> optax.Schedule:
-    return _warmed_up(config.warmup_steps, peak, num_steps, [optax.constant_schedule(peak)], [])
+    return _warmed_up(config.warmup_steps, peak, [optax.constant_schedule(peak)], [])
 
 
 @make_schedule.register
 def _cosine(config: CosineSchedule, peak: float, num_steps: int) -> optax.Schedule:
     steps = max(num_steps - config.warmup_steps, 1)
     decay = optax.cosine_decay_schedule(peak, steps, alpha=config.final_fraction)
-    return _warmed_up(config.warmup_steps, peak, num_steps, [decay], [])
+    return _warmed_up(config.warmup_steps, peak, [decay], [])
 
 
 @make_schedule.register
 def _linear(config: LinearSchedule, peak: float, num_steps: int) -> optax.Schedule:
     steps = max(num_steps - config.warmup_steps, 1)
     decay = optax.linear_schedule(peak, peak * config.final_fraction, steps)
-    return _warmed_up(config.warmup_steps, peak, num_steps, [decay], [])
+    return _warmed_up(config.warmup_steps, peak, [decay], [])
 
 
 @make_schedule.register
@@ -59,16 +59,13 @@ def _wsd(config: WsdSchedule, peak: float, num_steps: int) -> optax.Schedule:
         )
     decay = optax.linear_schedule(peak, peak * config.final_fraction, config.decay_steps)
     parts = [optax.constant_schedule(peak), decay]
-    return _warmed_up(config.warmup_steps, peak, num_steps, parts, [num_steps - config.decay_steps])
+    return _warmed_up(config.warmup_steps, peak, parts, [num_steps - config.decay_steps])
 
 
 def _warmed_up(
-    warmup_steps: int, peak: float, num_steps: int, parts: Sequence[optax.Schedule], boundaries: Sequence[int]
+    warmup_steps: int, peak: float, parts: Sequence[optax.Schedule], boundaries: Sequence[int]
 ) -> optax.Schedule:
-    if warmup_steps > num_steps:
-        raise ValueError(
-            f"schedule.warmup_steps={warmup_steps} is longer than train.num_steps={num_steps}; at most {num_steps}"
-        )
+    """A linear rise, then `parts`; a run that is shorter than its warmup ends in it."""
     warmup = optax.linear_schedule(0.0, peak, warmup_steps)
     return optax.join_schedules([warmup, *parts], [warmup_steps, *boundaries])
 

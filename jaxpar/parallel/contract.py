@@ -58,13 +58,14 @@ def _backward(
     equation: str, axes: tuple[LogicalAxes, ...], fuse: Fuse, residuals: tuple, dy: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     x, kernels = residuals
-    kernel, unfuse = jax.vjp(fuse, *_usable(kernels, axes))
     terms, result = equation.split("->")
     x_term, kernel_term = terms.split(",")
-    dx = _product(f"{result},{kernel_term}->{x_term}", dy, kernel, x.dtype)
-    dkernel = _weight_gradient(x_term, result, kernel_term, x, dy)
-    dkernels = unfuse(dkernel.astype(kernel.dtype))
-    return dx, tuple(constrain_parameter(dk, names) for dk, names in zip(dkernels, axes, strict=True))
+    dx = _product(f"{result},{kernel_term}->{x_term}", dy, fuse(*_usable(kernels, axes)), x.dtype)
+    # Float32 until it is reduced over the devices that share the batch.
+    unfuse = jax.linear_transpose(fuse, *(jax.ShapeDtypeStruct(kernel.shape, jnp.float32) for kernel in kernels))
+    dkernels = unfuse(_weight_gradient(x_term, result, kernel_term, x, dy))
+    reduced = (constrain_parameter(dkernel, names) for dkernel, names in zip(dkernels, axes, strict=True))
+    return dx, tuple(dkernel.astype(kernel.dtype) for dkernel, kernel in zip(reduced, kernels, strict=True))
 
 
 _contract.defvjp(_forward, _backward)
@@ -80,11 +81,12 @@ def _product(equation: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax
 
 
 def _weight_gradient(x_term: str, y_term: str, kernel_term: str, x: jax.Array, dy: jax.Array) -> jax.Array:
-    """Σ over the shared (batch) dims of x ⊗ dy, in the layout of the kernel."""
+    """Σ over the shared (batch) dims of x ⊗ dy, float32, in the layout of the kernel."""
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     if not current_execution().transposed_weight_gradients:
-        return jnp.einsum(f"{x_term},{y_term}->{kernel_term}", x, dy)
+        return product(f"{x_term},{y_term}->{kernel_term}", x, dy)
     shared = [index for index in x_term if index in y_term]
     rows, columns = ([i for i in term if i not in shared] for term in (x_term, y_term))
     x_t = jax.lax.optimization_barrier(jnp.einsum(f"{x_term}->{''.join(rows + shared)}", x))
     dy_t = jnp.einsum(f"{y_term}->{''.join(shared + columns)}", dy)
-    return jnp.einsum(f"{''.join(rows + shared)},{''.join(shared + columns)}->{kernel_term}", x_t, dy_t)
+    return product(f"{''.join(rows + shared)},{''.join(shared + columns)}->{kernel_term}", x_t, dy_t)
