@@ -45,7 +45,9 @@ def compile_step(plan: Plan) -> jax.stages.Compiled:
 
 def _inspect(config: Config, flags: Collection[str]) -> int:
     with user_errors():
-        plan = make_plan(config, jax.devices(), declared_vocab_size(config.data))
+        plan = make_plan(
+            config, jax.devices(), getattr(config.model, "vocab_size", 0) or declared_vocab_size(config.data)
+        )
         step = Step(plan)
     console = Console(width=None if sys.stdout.isatty() else 160)
     sizes = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items())

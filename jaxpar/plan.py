@@ -6,7 +6,7 @@ compiled here.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,8 +20,8 @@ from jaxpar.config.schema import Config
 from jaxpar.parallel.attention import choose
 from jaxpar.parallel.constrain import Execution
 from jaxpar.parallel.layers import REMAT_POLICIES
-from jaxpar.parallel.mesh import BATCH_AXES, axis_sizes, make_mesh
-from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, resolve
+from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
+from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, Table, resolve
 
 VOCAB_MULTIPLE = 128
 """What the vocabulary is padded to, unless the model says otherwise: one number, so that meshes pad alike."""
@@ -84,11 +84,18 @@ class Plan:
         """Path → logical axes of every parameter."""
         return {parameter.path: parameter.axes for parameter in self.parameters}
 
+    def shardings(self, table: Table) -> Any:
+        """The pytree of parameters with the sharding that `table` gives to each one's axes."""
+        leaves = [
+            NamedSharding(self.mesh, resolve(p.path, p.shape, p.axes, table, self.mesh.shape).spec)
+            for p in self.parameters
+        ]
+        return jax.tree.unflatten(jax.tree.structure(self.abstract_params), leaves)
+
     @property
     def param_shardings(self) -> Any:
         """The pytree of parameters with each one's sharding."""
-        leaves = [NamedSharding(self.mesh, parameter.layout.spec) for parameter in self.parameters]
-        return jax.tree.unflatten(jax.tree.structure(self.abstract_params), leaves)
+        return self.shardings(self.rules.params)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -108,7 +115,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     Raises:
       ValueError: the layout is impossible; the message names the keys, the values and the nearest legal ones.
     """
-    sizes = axis_sizes(config.parallel.model_dump(include=set(axis_sizes({"data": 1}, 1))), len(devices))
+    sizes = axis_sizes({axis: getattr(config.parallel, axis) for axis in AXES}, len(devices))
     _check_supported(sizes)
     vocab_size, note = _vocabulary(config, vocab_size)
     multiple = math.lcm(getattr(config.model, "vocab_multiple", VOCAB_MULTIPLE), sizes["tensor"])
@@ -119,8 +126,8 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     attention, attention_note = _attention(config, devices[0].platform)
     execution = Execution(
         mesh=mesh,
-        params=rules.params,
         activations=rules.activations,
+        gradients=rules.gradients,
         remat=REMAT_POLICIES[config.remat.policy],
         unroll_layers=config.kernels.unroll_layers,
         attention=attention,
@@ -187,6 +194,9 @@ def _place(
     def place(keys: tuple, leaf: jax.ShapeDtypeStruct) -> Parameter:
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         layout = resolve(path, leaf.shape, axes[path], rules.params, sizes)
+        if "kv_heads" in axes[path] and sizes["tensor"] > 1 and not rules.params["kv_heads"]:
+            whole = f"kv_heads whole: they do not divide by tensor={sizes['tensor']}"
+            layout = replace(layout, reason=f"{layout.reason}; {whole}")
         return Parameter(path, tuple(leaf.shape), jnp.dtype(leaf.dtype), axes[path], layout)
 
     placed = jax.tree_util.tree_map_with_path(place, abstract_params)
@@ -206,8 +216,8 @@ def _rules(config: Config, sizes: Mapping[str, int]) -> tuple[ShardingRules, lis
         )
     residual = ("context", "tensor") if config.parallel.sequence_parallel else ("context",)
     weights = {
-        "layers": (), "vocab": tensor, "positions": (), "heads": tensor, "kv_heads": kv_heads, "head_dim": (), "mlp":
-        tensor, "norm": (), "vector": (),
+        "layers": (), "vocab": tensor, "positions": (), "heads": tensor, "kv_heads": kv_heads, "head_dim": (),
+        "mlp": tensor, "norm": (), "vector": (),
     }  # fmt: skip
     stored = weights | {"embed": ("fsdp",)}
     used = weights | {"embed": (), "batch": BATCH_AXES, "sequence": ("context",), "residual_sequence": residual}

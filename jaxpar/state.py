@@ -34,16 +34,15 @@ def abstract_state(plan: Plan, optimizer: optax.GradientTransformation) -> Train
 
 
 def state_shardings(plan: Plan, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state's shardings: an array of the optimizer that mirrors a parameter lives where the parameter does."""
-    params = plan.param_shardings
+    """The state's shardings: the optimizer's table places what mirrors a parameter, the rest is replicated."""
     optimizer_state = optax.tree.map_params(
         optimizer,
         lambda _, sharding: sharding,
         jax.eval_shape(optimizer.init, plan.abstract_params),
-        params,
+        plan.shardings(plan.rules.optimizer),
         transform_non_params=lambda _: plan.replicated,
     )
-    return TrainState(step=plan.replicated, params=params, optimizer=optimizer_state)
+    return TrainState(step=plan.replicated, params=plan.param_shardings, optimizer=optimizer_state)
 
 
 def init_state(plan: Plan, optimizer: optax.GradientTransformation) -> TrainState:

@@ -136,6 +136,6 @@ def test_an_impossible_layout_and_an_unknown_option_are_refused(
     inspect: Callable[..., int], capsys: pytest.CaptureFixture
 ) -> None:
     assert inspect("parallel.fsdp=3") == 2
-    assert capsys.readouterr().err.startswith("parallel.fsdp=3 × parallel.tensor=4 = 12 devices are asked for")
+    assert capsys.readouterr().err.startswith("parallel.fsdp=3 × parallel.tensor=4 asks for 12 devices")
     assert inspect("--no-compiling") == 2
     assert capsys.readouterr().err == "unknown option --no-compiling; options: --no-compile, --print-config, --help\n"

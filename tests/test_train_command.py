@@ -274,7 +274,7 @@ def test_a_loss_that_is_not_finite_is_a_fault_in_one_message(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["parallel.fsdp=3"], r"^parallel\.fsdp=3 = 3 devices are asked for, but there are 8; .*legal: .*fsdp=8"),
+        (["parallel.fsdp=3"], r"^parallel\.fsdp=3 asks for 3 devices, but there are 8; .*legal: .*fsdp=8"),
         (["parallel.data=-1"], r"^train\.batch_size=4 must divide by data=4 × fsdp=2 = 8, .*nearest legal values: 8$"),
         (["parallel.fsdp=1", "parallel.tensor=8"], r"^parallel\.tensor=8 must divide model\.num_heads=2"),
         (["data.sequence_length=9_999_999"], r"^data\.sequence_length=9999999 is a sequence longer than the data"),

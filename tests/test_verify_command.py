@@ -15,6 +15,7 @@ from jaxpar.parallel.constrain import num_shards
 from jaxpar.parallel.loss import FactoredLogits
 from jaxpar.plan import make_plan
 from jaxpar.verify import differences, main, synthetic_batch
+
 CONFIG = """
 [model]
 name = "transformer"

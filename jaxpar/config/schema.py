@@ -276,9 +276,9 @@ class RematConfig(Section):
 class KernelsConfig(Section):
     """Which implementations run."""
 
-    attention: Literal["auto", "reference", "blockwise", "cudnn", "splash"] = "auto"
+    attention: Literal["auto", "reference", "blockwise", "cudnn", "pallas", "splash"] = "auto"
     """"auto" takes the fastest for the backend and says which; "reference" holds all scores, "blockwise" one block of
-    them."""
+    them; "cudnn" and "pallas" need a GPU, "splash" a TPU."""
     attention_block: NonNegative = 0
     """Query and key tokens a block of "blockwise" and "splash"; 0 takes 128 on a CPU and 512 elsewhere."""
     unroll_layers: bool = False

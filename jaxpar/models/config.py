@@ -154,7 +154,7 @@ class TransformerConfig(BaseModel):
                 "vocab_size": 0,
                 "num_layers": 2 * len(self.windows),
                 "embed_dim": 16 * fsdp,
-                "head_dim": 8,
+                "head_dim": 16,
                 "mlp_dim": 16 * tensor,
                 "max_positions": 0,
                 "windows": tuple(min(window, 8) for window in self.windows),

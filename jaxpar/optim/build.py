@@ -55,11 +55,17 @@ def _wsd(config: WsdSchedule, peak: float, num_steps: int) -> optax.Schedule:
     if config.warmup_steps + config.decay_steps > num_steps:
         raise ValueError(
             f"schedule.warmup_steps={config.warmup_steps} and schedule.decay_steps={config.decay_steps} are longer "
-            f"than train.num_steps={num_steps}; at most {max(num_steps - config.warmup_steps, 0)} decay steps fit"
+            f"than train.num_steps={num_steps}; {_what_fits(num_steps - config.warmup_steps)}"
         )
     decay = optax.linear_schedule(peak, peak * config.final_fraction, config.decay_steps)
     parts = [optax.constant_schedule(peak), decay]
     return _warmed_up(config.warmup_steps, peak, parts, [num_steps - config.decay_steps])
+
+
+def _what_fits(num_decay_steps: int) -> str:
+    if num_decay_steps > 0:
+        return f"at most {num_decay_steps} decay steps fit"
+    return 'no decay fits after the warmup; take fewer warmup steps, or schedule={name="constant"}'
 
 
 def _warmed_up(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxpar.parallel.rules import LogicalAxes, Table, resolve
 
-__all__ = ["Execution", "constrain", "constrain_parameter", "current_execution", "num_shards"]
+__all__ = ["Execution", "constrain", "constrain_gradient", "current_execution", "num_shards"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +29,8 @@ class Execution:
     """
 
     mesh: Mesh | None = None
-    params: Table = field(default_factory=dict)
     activations: Table = field(default_factory=dict)
+    gradients: Table = field(default_factory=dict)
     remat: Callable[[Callable], Callable] = lambda body: body
     unroll_layers: bool = False
     attention: str = "reference"
@@ -77,9 +77,9 @@ def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
     return _constrain_by(x, axes, current_execution().activations)
 
 
-def constrain_parameter(x: jax.Array, axes: LogicalAxes) -> jax.Array:
-    """`x` laid out as the active plan stores the parameter with these axes (a weight gradient belongs there)."""
-    return _constrain_by(x, axes, current_execution().params)
+def constrain_gradient(x: jax.Array, axes: LogicalAxes) -> jax.Array:
+    """The gradient `x` of a parameter with these axes, laid out as the active plan keeps it."""
+    return _constrain_by(x, axes, current_execution().gradients)
 
 
 def _constrain_by(x: jax.Array, axes: LogicalAxes, table: Table) -> jax.Array:

@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.constrain import constrain, constrain_parameter, current_execution
+from jaxpar.parallel.constrain import constrain, constrain_gradient, current_execution
 from jaxpar.parallel.rules import LogicalAxes
 
 __all__ = ["contract"]
@@ -64,7 +64,7 @@ def _backward(
     # Float32 until it is reduced over the devices that share the batch.
     unfuse = jax.linear_transpose(fuse, *(jax.ShapeDtypeStruct(kernel.shape, jnp.float32) for kernel in kernels))
     dkernels = unfuse(_weight_gradient(x_term, result, kernel_term, x, dy))
-    reduced = (constrain_parameter(dkernel, names) for dkernel, names in zip(dkernels, axes, strict=True))
+    reduced = (constrain_gradient(dkernel, names) for dkernel, names in zip(dkernels, axes, strict=True))
     return dx, tuple(dkernel.astype(kernel.dtype) for dkernel, kernel in zip(reduced, kernels, strict=True))
 
 

@@ -61,7 +61,7 @@ def _backward(rows: str, residuals: tuple[jax.Array, jax.Array], dx_BTD: jax.Arr
     execution = current_execution()
     if execution.mesh is None:
         return _summed_rows(table_VD.shape[0], indices_BT, dx_BTD, ()).astype(table_VD.dtype), None
-    used, stored = execution.activations, execution.params
+    used, stored = execution.activations, execution.gradients
     split = active_axes(execution, used, rows)
     sequence = _sequence_read(execution, rows)
     tokens = active_axes(execution, used, "batch") + active_axes(execution, used, sequence)

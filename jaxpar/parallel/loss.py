@@ -155,7 +155,7 @@ def _on_mesh(
 def _layout(
     execution: Execution, hidden_shape: tuple[int, ...], kernel_shape: tuple[int, ...]
 ) -> tuple[_Axes, dict[str, PartitionSpec]]:
-    used, stored = execution.activations, execution.params
+    used, stored = execution.activations, execution.gradients
     vocab = active_axes(execution, used, "vocab")
     axes = _Axes(
         vocab=vocab,

@@ -38,9 +38,9 @@ def axis_index(axes: tuple[str, ...]) -> jax.Array | int:
 
 
 def reduced(x: jax.Array, axes: tuple[str, ...], scatter: tuple[str, ...], *, dim: int) -> jax.Array:
-    """`x` summed over `axes`; over those that are in `scatter` each device keeps its part of `dim`."""
+    """`x` summed over `axes`; over those that are in `scatter` too, each device keeps its part of `dim`."""
+    assert set(scatter) <= set(axes), (axes, scatter)
     for axis in scatter:
-        if axis in axes:
-            x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+        x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
     rest = tuple(axis for axis in axes if axis not in scatter)
     return jax.lax.psum(x, rest) if rest else x

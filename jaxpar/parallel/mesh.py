@@ -28,19 +28,20 @@ def axis_sizes(requested: Mapping[str, int], num_devices: int) -> dict[str, int]
         named, both = " and ".join(f"parallel.{axis}" for axis in free), "both" if len(free) == 2 else "all"
         raise ValueError(f"{named} are {both} -1; only one axis can take what is left")
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    asked = " × ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)) or "1"
+    factors = [f"parallel.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)]
+    asked = " × ".join(factors) or "every axis of size 1"
     if free:
         if num_devices % fixed:
+            product = f" = {fixed}" if len(factors) > 1 else ""
             raise ValueError(
-                f"{asked} = {fixed} does not divide the {num_devices} devices, so parallel.{free[0]}=-1 cannot take "
-                f"what is left; "
-                f"{_nearest_factorizations(sizes, num_devices)}"
+                f"{asked}{product} does not divide the {num_devices} devices, so parallel.{free[0]}=-1 cannot take "
+                f"what is left; {_nearest_factorizations(sizes, num_devices)}"
             )
         sizes[free[0]] = num_devices // fixed
     elif fixed != num_devices:
         raise ValueError(
-            f"{asked} = {fixed} devices are asked for, but there are {num_devices}; set one axis to -1 to take what is "
-            f"left, or {_nearest_factorizations(sizes, num_devices)}"
+            f"{asked} asks for {fixed} devices, but there are {num_devices}; set one axis to -1 to take what is left, "
+            f"or {_nearest_factorizations(sizes, num_devices)}"
         )
     return sizes
 

@@ -35,6 +35,10 @@ MODELS = {
         attention_bias=True, mlp_bias=True, tied=True,
     ),
     "llama": TransformerConfig(**SIZES, num_kv_heads=2, tied=False),
+    "gemma": TransformerConfig(
+        **SIZES, num_kv_heads=1, windows=(5, 0), attention_softcap=5.0, logit_softcap=3.0, qk_norm=True, post_norms=True,
+        norm_unit_offset=True, embed_scale=True, activation="gelu",
+    ),
 }  # fmt: skip
 
 
@@ -89,13 +93,15 @@ def train(config: Config, devices: list[jax.Device]) -> Trace:
 
 
 @functools.cache
-def one_device(model: str) -> Trace:
-    return train(make_config(model, {}), jax.devices()[:1])
+def one_device(model: str, boundaries: str = "respect") -> Trace:
+    return train(
+        make_config(model, {}, data={"sequence_length": 16, "document_boundaries": boundaries}), jax.devices()[:1]
+    )
 
 
 @pytest.fixture(scope="session")
-def reference() -> Callable[[str], Trace]:
-    """The trace of a model on one device."""
+def reference() -> Callable[..., Trace]:
+    """The trace of a model on one device: `reference(model, boundaries="respect")`."""
     return one_device
 
 

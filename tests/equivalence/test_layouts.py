@@ -53,6 +53,20 @@ def test_recomputation_and_unrolling_change_nothing(sections, reference, layout_
     assert_same(layout_run("llama", layout, **sections), reference("llama"))
 
 
+def test_shared_heads_caps_windows_and_tiles_change_nothing(reference, layout_run):
+    """One key/value head for four devices, and attention in tiles against the one-device run's full scores."""
+    layout = {"fsdp": 2, "tensor": 4, "sequence_parallel": True}
+    tiles = {"attention": "blockwise", "attention_block": 6}
+    assert_same(layout_run("gemma", layout, kernels=tiles, remat={"policy": "dots"}), reference("gemma"))
+
+
+def test_one_stretch_of_text_changes_nothing(reference, layout_run):
+    layout = {"fsdp": 4, "tensor": 2, "sequence_parallel": True}
+    data = {"sequence_length": 16, "document_boundaries": "ignore"}
+    found = layout_run("gpt2", layout, data=data, kernels={"unroll_layers": True}, remat={"policy": "full"})
+    assert_same(found, reference("gpt2", "ignore"))
+
+
 def test_there_are_all_meshes():
     assert len(MESHES) == 10
     assert len(LAYOUTS) == 16

@@ -40,19 +40,19 @@ def test_one_axis_takes_what_is_left(requested: dict[str, int], num_devices: int
         (
             {"data": -1, "tensor": 3},
             8,
-            "parallel.tensor=3 = 3 does not divide the 8 devices, so parallel.data=-1 cannot take what is left; "
+            "parallel.tensor=3 does not divide the 8 devices, so parallel.data=-1 cannot take what is left; "
             "legal: data=2, tensor=4; data=4, tensor=2; data=1, tensor=8; data=8, tensor=1",
         ),
         (
             {"data": 4, "tensor": 4},
             8,
-            "parallel.data=4 × parallel.tensor=4 = 16 devices are asked for, but there are 8; "
+            "parallel.data=4 × parallel.tensor=4 asks for 16 devices, but there are 8; "
             "set one axis to -1 to take what is left, or legal: data=2, tensor=4; data=4, tensor=2; ",
         ),
         (
             {"data": 1},
             8,
-            "1 = 1 devices are asked for, but there are 8; "
+            "every axis of size 1 asks for 1 devices, but there are 8; "
             "set one axis to -1 to take what is left, or legal: data=8",
         ),
     ],

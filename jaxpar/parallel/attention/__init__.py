@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped heads: one function, four implementations that agree, and the choice among them.
+"""Causal self-attention with grouped heads: one function, five implementations that agree, and the choice among them.
 
 Shapes: B batch, T tokens, K key/value heads, G queries per key/value head, N head dim.
 """
@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpar.parallel.attention.blockwise import blockwise_attention
 from jaxpar.parallel.attention.choice import BLOCKWISE_MIN_TOKENS, IMPLEMENTATIONS, choose
 from jaxpar.parallel.attention.cudnn import cudnn_attention
+from jaxpar.parallel.attention.pallas_gpu import pallas_gpu_attention
 from jaxpar.parallel.attention.reference import reference_attention
 from jaxpar.parallel.attention.sharding import by_batch_and_heads
 from jaxpar.parallel.attention.splash import splash_attention
@@ -39,7 +40,8 @@ def attention(
       window: tokens that a query sees, itself among them; None sees all (Mistral 7B, section 2).
       softcap: bound on scores (Gemma 2, section 2); None leaves them.
       implementation: one of `IMPLEMENTATIONS`, as `choose` names it.
-      block: queries and keys in one tile of "blockwise" and "splash"; the others ignore it.
+      block: queries and keys in one tile of "blockwise", and upper limit of it in "splash" and "pallas"; the others
+        ignore it.
 
     Raises:
       ValueError: `window`, `softcap` or `block` is not positive, or the implementation cannot do what is asked of it.
@@ -56,6 +58,7 @@ def attention(
                 f"attention's {name} must be positive, not {value}" + ("; None is without" if name != "block" else "")
             )
     operands = (q_BTKGN, k_BTKN, v_BTKN, segment_ids_BT)
+    # XLA partitions along batch and heads without communication, but not the Pallas kernels: those are given `shard`.
     match implementation:
         case "reference":
             out = reference_attention(*operands, window=window, softcap=softcap, scale=scale)
@@ -67,8 +70,12 @@ def attention(
                 raise ValueError('attention "cudnn" takes neither segment_ids_BT nor softcap; use "blockwise"')
             out = cudnn_attention(q_BTKGN, k_BTKN, v_BTKN, window=window, scale=scale)
             return checkpoint_name(out, "attention_output")
+        case "pallas":
+            if window is not None or softcap is not None:
+                raise ValueError('attention "pallas" takes neither window nor softcap; use "blockwise"')
+            out = pallas_gpu_attention(*operands, scale=scale, block=block, shard=by_batch_and_heads)
+            return checkpoint_name(out, "attention_output")
         case "splash":
-            # XLA partitions the others along batch and heads without communication; it cannot partition this kernel.
             return splash_attention(
                 *operands, window=window, softcap=softcap, scale=scale, block=block, shard=by_batch_and_heads
             )

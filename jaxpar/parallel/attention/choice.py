@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 __all__ = ["BLOCKWISE_MIN_TOKENS", "IMPLEMENTATIONS", "choose"]
 
-IMPLEMENTATIONS = ("reference", "blockwise", "cudnn", "splash")
+IMPLEMENTATIONS = ("reference", "blockwise", "cudnn", "pallas", "splash")
 
 BLOCKWISE_MIN_TOKENS = 256
 """Sequences from this length on are faster blockwise on a CPU.
@@ -19,6 +19,7 @@ equal at 128 tokens, 0.55 to 0.85 at 256, 0.3 to 0.65 at 512, 0.2 to 0.3 at 2048
 """
 
 _KEY = "kernels.attention"
+_PALLAS_MAX_HEAD_DIM = 128
 
 
 def choose(
@@ -77,10 +78,15 @@ def _fastest(form: _Form) -> tuple[str, str]:
     if form.platform == "tpu":
         return "splash", "the TPU's flash attention kernel"
     if form.platform == "gpu":
-        obstacles = _cudnn_obstacles(form, max_head_dim=128)
-        if not obstacles:
+        cudnn_obstacles = _cudnn_obstacles(form, max_head_dim=128)
+        if not cudnn_obstacles:
             return "cudnn", "the GPU's flash attention kernel"
-        return "blockwise", f"memory linear in the sequence; cuDNN cannot run: {'; '.join(obstacles)}"
+        without_cudnn = f"cuDNN cannot run: {'; '.join(cudnn_obstacles)}"
+        pallas_obstacles = _pallas_obstacles(form)
+        if not pallas_obstacles:
+            return "pallas", f"JAX's flash attention kernel for GPUs; {without_cudnn}"
+        without_pallas = f"Pallas cannot run: {'; '.join(pallas_obstacles)}"
+        return "blockwise", f"memory linear in the sequence; {without_cudnn}; {without_pallas}"
     if form.platform == "cpu" and form.sequence_length < BLOCKWISE_MIN_TOKENS:
         return (
             "reference",
@@ -109,6 +115,24 @@ def _cudnn_obstacles(form: _Form, max_head_dim: int = 256) -> list[str]:
     return obstacles
 
 
+def _pallas_obstacles(form: _Form) -> list[str]:
+    """Why JAX's Pallas kernel for GPUs cannot run. Its float32 products are rounded to TF32: 16 bits only."""
+    obstacles = []
+    if form.platform != "gpu":
+        obstacles.append(f"it needs a GPU, the backend is {form.platform}")
+    if form.dtype not in (jnp.bfloat16, jnp.float16):
+        obstacles.append(f"it needs precision.compute of 16 bits, not {form.dtype}")
+    if form.head_dim % 16 or form.head_dim > _PALLAS_MAX_HEAD_DIM:
+        obstacles.append(
+            f"it needs a head dim that is a multiple of 16 and at most {_PALLAS_MAX_HEAD_DIM}, not {form.head_dim}"
+        )
+    if form.window is not None:
+        obstacles.append(f"it has no window, and the model's is {form.window} tokens")
+    if form.softcap is not None:
+        obstacles.append(f"it has no soft cap on scores, and the model's is {form.softcap}")
+    return obstacles
+
+
 def _splash_obstacles(form: _Form) -> list[str]:
     return [] if form.platform == "tpu" else [f"it needs a TPU, the backend is {form.platform}"]
 
@@ -121,5 +145,6 @@ _OBSTACLES: dict[str, Callable[[_Form], list[str]]] = {
     "reference": _no_obstacles,
     "blockwise": _no_obstacles,
     "cudnn": _cudnn_obstacles,
+    "pallas": _pallas_obstacles,
     "splash": _splash_obstacles,
 }
