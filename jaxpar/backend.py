@@ -1,11 +1,9 @@
-"""What each backend and JAX version wants: flags before JAX starts, and the forms of matrix products that are fast on
-it.
+"""What each backend and JAX version wants: settings before JAX starts, and the fast forms of matrix products.
 
 The entry points call `prepare` before the first device is touched; importing jaxpar changes nothing.
 """
 
 import os
-from collections.abc import Sequence
 
 import jax
 
@@ -24,10 +22,9 @@ def prepare(parallel: ParallelConfig, runtime: RuntimeConfig) -> list[str]:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", parallel.simulated_devices)
         lines.append(f"simulating {parallel.simulated_devices} devices on the CPU")
-    flags = _xla_flags(runtime.xla_flags)
-    if flags:
-        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
-        lines.append(f"XLA_FLAGS: {' '.join(flags)}")
+    if runtime.xla_flags:
+        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *runtime.xla_flags]).strip()
+        lines.append(f"XLA_FLAGS: {' '.join(runtime.xla_flags)}")
     if runtime.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", os.path.abspath(runtime.compilation_cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -35,11 +32,15 @@ def prepare(parallel: ParallelConfig, runtime: RuntimeConfig) -> list[str]:
     return lines
 
 
-def _xla_flags(requested: Sequence[str]) -> list[str]:
-    return [flag for flag in requested if flag != "auto"]
-
-
 def matrix_product_forms(platform: str, compute_dtype: str) -> dict[str, bool]:
-    """`Execution`'s `float32_products` and `transposed_weight_gradients` for the backend; they never change the
-    mathematics."""
-    return {"float32_products": False, "transposed_weight_gradients": False}
+    """`Execution`'s `float32_products` and `transposed_weight_gradients` that are fast on the backend.
+
+    They never change the mathematics. On CPUs with a matrix unit, 16-bit products reach it with float32 results only;
+    on one without they still gain a tenth (`benchmarks/step.py`). XLA:CPU of jax 0.10.2 does not care how a weight
+    gradient is written; later versions can use the unit only for transposed operands. XLA's oneDNN flags are not set
+    here: with jax 0.12 they gave wrong results for a batched product that is scaled and added to.
+    """
+    if platform != "cpu":
+        return {"float32_products": False, "transposed_weight_gradients": False}
+    newer = jax.__version_info__ >= (0, 11)
+    return {"float32_products": compute_dtype == "bfloat16", "transposed_weight_gradients": newer}

@@ -2,9 +2,10 @@
 
 Computes one batch's loss and every gradient, before clipping, on the configured mesh and on a single device (dropout
 on, padding and packed documents included), and compares them parameter by parameter. In bfloat16 an array may differ by
-as much as rounding alone makes it: as one device in bfloat16 differs from the same device in float32. The model must fit one device; `--scaled-down` verifies a small copy with the same parts, kernels, layout and
-divisibility instead. Exit status: 0 equal,
-1 something differs, 2 the configuration is wrong.
+as much as rounding alone makes it, as one device in bfloat16 differs from the same device in float32.
+
+The model must fit one device; `--scaled-down` verifies a small copy with the same parts, kernels, layout and
+divisibility instead. Exit status: 0 equal, 1 something differs, 2 the configuration is wrong.
 """
 
 import math

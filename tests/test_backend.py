@@ -18,7 +18,7 @@ _PREPARED = """
 import os
 from jaxpar.backend import prepare
 from jaxpar.config.schema import ParallelConfig, RuntimeConfig
-runtime = RuntimeConfig(xla_flags=("auto", "--xla_cpu_multi_thread_eigen=false"), compilation_cache="programs")
+runtime = RuntimeConfig(xla_flags=("--xla_cpu_multi_thread_eigen=false",), compilation_cache="programs")
 print(*prepare(ParallelConfig(simulated_devices=3), runtime), sep="\\n")
 import jax
 assert len(jax.devices()) == 3
@@ -43,7 +43,6 @@ def test_devices_flags_and_cache_are_set_and_said(tmp_path: Path) -> None:
     assert given[0] == "--xla_cpu_multi_thread_eigen=true"
     assert given[-1] == "--xla_cpu_multi_thread_eigen=false"
     assert given[1:] == said.removeprefix("XLA_FLAGS: ").split()
-    assert "auto" not in given
 
 
 def test_nothing_asked_for_is_nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +55,12 @@ def test_nothing_asked_for_is_nothing_set(monkeypatch: pytest.MonkeyPatch) -> No
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_forms_of_products_are_an_executions(platform: str, dtype: str) -> None:
-    Execution(**matrix_product_forms(platform, dtype))
+def test_forms_of_products_are_for_the_cpu_and_float32_ones_for_16_bits(dtype: str) -> None:
+    on_cpu = Execution(**matrix_product_forms("cpu", dtype))
+    assert on_cpu.float32_products is (dtype == "bfloat16")
+    assert on_cpu.transposed_weight_gradients is (jax.__version_info__ >= (0, 11))
+    for platform in ("gpu", "cuda", "tpu"):
+        form = Execution(**matrix_product_forms(platform, dtype))
+        assert not form.float32_products
+        assert not form.transposed_weight_gradients

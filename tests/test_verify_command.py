@@ -96,10 +96,25 @@ def test_a_small_copy_of_every_family_agrees(
     assert f"agree: data={4 // tensor}, fsdp=2" in out
 
 
-def test_a_model_without_a_small_copy_is_told_so(verify: Callable[..., int], capsys: pytest.CaptureFixture) -> None:
-    name = "jaxpar.config.schema:EvaluationConfig"
-    assert verify("--scaled-down", f"model={{name='{name}'}}") == 2
-    message = "--scaled-down: EvaluationConfig has no method scaled_down(tensor=..., fsdp=...)\n"
+_BARE = """
+from pydantic import BaseModel
+from jaxpar.models import TransformerConfig
+
+class Bare(BaseModel):
+    name: str
+
+    def make(self, **sizes):
+        return TransformerConfig(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16).make(**sizes)
+"""
+
+
+def test_a_model_without_a_small_copy_is_told_so(
+    verify: Callable[..., int], capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bare_model.py").write_text(_BARE)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert verify("--scaled-down", "model={name='bare_model:Bare'}") == 2
+    message = "--scaled-down: Bare has no method scaled_down(tensor=..., fsdp=...)\n"
     assert capsys.readouterr().err == message
 
 

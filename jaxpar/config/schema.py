@@ -334,8 +334,8 @@ class HardwareConfig(Section):
 class RuntimeConfig(Section):
     """What must be set before JAX starts; printed by the command line, ignored when jaxpar is used as a library."""
 
-    xla_flags: tuple[str, ...] = Field(default=("auto",), strict=False)
-    """Flags for XLA; "auto" stands for the ones known to be fastest on this backend and JAX version."""
+    xla_flags: tuple[str, ...] = Field(default=(), strict=False)
+    """Flags for XLA, added to the environment's XLA_FLAGS; XLA itself ends the process at one that it does not know."""
     compilation_cache: str = ".cache/jaxpar/compiled"
     """Where compiled programs are kept between runs; empty keeps none."""
 

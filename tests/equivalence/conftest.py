@@ -36,8 +36,8 @@ MODELS = {
     ),
     "llama": TransformerConfig(**SIZES, num_kv_heads=2, tied=False),
     "gemma": TransformerConfig(
-        **SIZES, num_kv_heads=1, windows=(5, 0), attention_softcap=5.0, logit_softcap=3.0, qk_norm=True, post_norms=True,
-        norm_unit_offset=True, embed_scale=True, activation="gelu",
+        **SIZES, num_kv_heads=1, windows=(5, 0), attention_softcap=5.0, logit_softcap=3.0, qk_norm=True,
+        post_norms=True, norm_unit_offset=True, embed_scale=True, activation="gelu",
     ),
 }  # fmt: skip
 
@@ -94,9 +94,8 @@ def train(config: Config, devices: list[jax.Device]) -> Trace:
 
 @functools.cache
 def one_device(model: str, boundaries: str = "respect") -> Trace:
-    return train(
-        make_config(model, {}, data={"sequence_length": 16, "document_boundaries": boundaries}), jax.devices()[:1]
-    )
+    data = {"sequence_length": 16, "document_boundaries": boundaries}
+    return train(make_config(model, {}, data=data), jax.devices()[:1])
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.parallel.attention import BLOCKWISE_MIN_TOKENS, attention, choose
+from jaxpar.parallel.attention.pallas_gpu import pallas_gpu_attention
 from jaxpar.parallel.attention.splash import splash_attention
 
 B, N = 2, 4
@@ -274,6 +275,55 @@ def test_splash_lowers_for_a_tpu():
     assert text.count("tpu_custom_call") == 3  # forward, dq, dk and dv
 
 
+@pytest.mark.parametrize(("segments", "G", "block"), [(SEGMENTS, 2, 16), (None, 1, 16), (SEGMENTS, 1, 40)])
+def test_pallas_agrees_with_the_reference_when_interpreted(segments, G, block):
+    """On two devices, each with its part of the batch; tiles of 16, and of 32 in both passes."""
+    operands = _operands(G=G)
+    expected = _value_and_gradients(_run("reference", segments=segments), operands)
+    mesh = _mesh((2,), ("data",))
+    kernel = partial(
+        pallas_gpu_attention,
+        scale=0.7,
+        block=block,
+        shard=lambda f: jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False),
+        interpret=True,
+    )
+    ids = None if segments is None else jnp.asarray(segments)
+    _assert_agree(_value_and_gradients(lambda q, k, v: kernel(q, k, v, ids), operands), expected)
+
+
+def test_pallas_with_a_smaller_tile_backward_agrees_with_the_reference_when_interpreted():
+    """The default tiles, 64 forward and 32 backward, over a document boundary in every one of them."""
+    operands = _operands(K=1, G=1, num_tokens=100, batch=1)
+    segments = np.arange(100)[None] // 27
+    expected = _value_and_gradients(_run("reference", segments=segments), operands)
+    kernel = partial(pallas_gpu_attention, scale=0.7, block=512, interpret=True)
+    actual = _value_and_gradients(lambda q, k, v: kernel(q, k, v, jnp.asarray(segments)), operands)
+    _assert_agree(actual, expected)
+
+
+def test_pallas_in_bfloat16_is_rounded_float32():
+    operands = _operands(dtype=jnp.bfloat16)
+    exact = tuple(x.astype(jnp.float32) for x in operands)
+    expected = _value_and_gradients(_run("reference", segments=SEGMENTS), exact)
+    kernel = partial(pallas_gpu_attention, scale=0.7, block=16, interpret=True)
+    rounded = _value_and_gradients(lambda q, k, v: kernel(q, k, v, jnp.asarray(SEGMENTS)), operands)
+    assert {x.dtype for x in rounded} == {jnp.dtype(jnp.bfloat16)}
+    _assert_agree(rounded, expected, tolerance=1.5e-2)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_pallas_lowers_for_a_gpu():
+    q, k, v, _ = _operands(num_tokens=100, dtype=jnp.bfloat16)
+    run = _run("pallas", segments=np.ones((B, 100), np.int32), block=512)
+    grad = jax.jit(jax.grad(lambda q, k, v: run(q, k, v).astype(jnp.float32).sum(), argnums=(0, 1, 2)))
+    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        text = grad.trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 3  # forward, row sums of the gradient, dq with dk and dv
+    assert f"tensor<{B}x128x4x{N}xbf16>" in text  # padded to whole tiles of 64
+
+
 FORM = {
     "platform": "gpu",
     "sequence_length": 512,
@@ -292,11 +342,22 @@ FORM = {
         ({"platform": "cpu", "sequence_length": BLOCKWISE_MIN_TOKENS - 1}, "reference", "fastest on a CPU below"),
         ({"platform": "tpu", "has_segments": True, "softcap": 50.0}, "splash", "TPU's flash attention"),
         ({"window": 64}, "cudnn", "GPU's flash attention"),
-        ({"has_segments": True}, "blockwise", "within packed documents"),
-        ({"softcap": 50.0}, "blockwise", "no soft cap on scores, and the model's is 50.0"),
-        ({"dtype": jnp.float32}, "blockwise", "16 bits, not float32"),
+        (
+            {"has_segments": True},
+            "pallas",
+            "flash attention kernel for GPUs; cuDNN cannot run: it cannot keep attention",
+        ),
+        ({"sequence_length": 511}, "pallas", "cuDNN cannot run: it needs an even data.sequence_length, not 511"),
+        (
+            {"has_segments": True, "window": 64},
+            "blockwise",
+            "Pallas cannot run: it has no window, and the model's is 64",
+        ),
+        ({"softcap": 50.0}, "blockwise", "Pallas cannot run: it has no soft cap on scores, and the model's is 50.0"),
+        ({"softcap": 50.0}, "blockwise", "cuDNN cannot run: it has no soft cap on scores, and the model's is 50.0"),
+        ({"dtype": jnp.float32}, "blockwise", "Pallas cannot run: it needs precision.compute of 16 bits, not float32"),
         ({"head_dim": 256}, "blockwise", "multiple of 8 and at most 128, not 256"),
-        ({"sequence_length": 511}, "blockwise", "even data.sequence_length, not 511"),
+        ({"head_dim": 256}, "blockwise", "multiple of 16 and at most 128, not 256"),
     ],
 )
 def test_auto_takes_the_fastest_that_can_run_and_says_why(change, name, reason):
@@ -311,6 +372,7 @@ def test_auto_takes_the_fastest_that_can_run_and_says_why(change, name, reason):
         ("reference", {}),
         ("blockwise", {"platform": "tpu"}),
         ("cudnn", {"head_dim": 256}),
+        ("pallas", {"has_segments": True, "head_dim": 80, "dtype": jnp.float16}),
         ("splash", {"platform": "tpu"}),
     ],
 )
@@ -336,6 +398,15 @@ def test_a_forced_implementation_that_can_run_is_taken(forced, change):
             {},
             'kernels.attention="splash" cannot run: it needs a TPU, the backend is gpu; take "auto" or "blockwise"',
         ),
+        (
+            "pallas",
+            {"platform": "tpu"},
+            'kernels.attention="pallas" cannot run: it needs a GPU, the backend is tpu; take "auto" or "blockwise"',
+        ),
+        ("pallas", {"window": 64}, "no window, and the model's is 64 tokens"),
+        ("pallas", {"softcap": 30.0}, "no soft cap on scores, and the model's is 30.0"),
+        ("pallas", {"dtype": jnp.float32}, "16 bits, not float32"),
+        ("pallas", {"head_dim": 72}, "multiple of 16 and at most 128, not 72"),
         ("flash", {}, 'kernels.attention="flash" is unknown; legal values: "auto", .*; did you mean "splash"'),
     ],
 )
@@ -353,6 +424,8 @@ def test_a_forced_implementation_that_cannot_run_is_an_error(forced, change, mes
         ({"implementation": "auto"}, 'attention implementation "auto" is unknown; legal values: reference, blockwise'),
         ({"implementation": "cudnn", "softcap": 5.0}, '"cudnn" takes neither segment_ids_BT nor softcap'),
         ({"implementation": "cudnn", "segments": SEGMENTS}, '"cudnn" takes neither segment_ids_BT nor softcap'),
+        ({"implementation": "pallas", "window": 5}, '"pallas" takes neither window nor softcap'),
+        ({"implementation": "pallas", "softcap": 5.0}, '"pallas" takes neither window nor softcap'),
     ],
 )
 def test_a_call_that_cannot_run_is_an_error(change, message):

@@ -1,6 +1,5 @@
 """The Pallas flash attention kernel that JAX ships for GPUs: it keeps attention within packed documents."""
 
-import math
 import warnings
 from collections.abc import Callable
 
@@ -40,7 +39,8 @@ def pallas_gpu_attention(
       shard: required where the operands are split over devices, as in `splash_attention`.
       interpret: run the kernel step by step on any backend, to test it.
     """
-    tile = 2 ** int(math.log2(min(max(block, _SMALLEST_TILE), _FORWARD_TILE)))
+    limit = min(max(block, _SMALLEST_TILE), _FORWARD_TILE)
+    tile = 1 << (limit.bit_length() - 1)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         B, T, K, G, N = q.shape
