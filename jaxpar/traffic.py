@@ -17,6 +17,7 @@ from jaxpar.parallel.communication import (
     tensor_parallel_layer,
     vocabulary_parallel_cross_entropy,
 )
+from jaxpar.parallel.device_groups import IRREGULAR
 from jaxpar.parallel.mesh import BATCH_AXES
 from jaxpar.plan import Parameter, Plan
 
@@ -109,12 +110,32 @@ def _tensor(plan: Plan) -> Iterator[ExpectedTraffic]:
         layer = tensor_parallel_layer(sequences, length, hidden, size, element_bytes=element_bytes)
         yield _expected(axes, "embedding", "all-reduce", tokens_bytes * element_bytes, shape)
         yield _expected(axes, "gradient of the head's input", "all-reduce", tokens_bytes * 4, shape)
+    yield from _shared_heads(plan)
     for traffic in layer:
         yield ExpectedTraffic(axes, f"{dims['num_layers']} layers", traffic.times(dims["num_layers"]))
     for traffic in vocabulary_parallel_cross_entropy(sequences, length, size, packed=True):
         yield ExpectedTraffic(axes, "cross-entropy", traffic)
     if config.loss.label_smoothing:
         yield _expected(axes, "label smoothing", "all-reduce", sequences * length * 4, shape)
+
+
+def _shared_heads(plan: Plan) -> Iterator[ExpectedTraffic]:
+    """Gradients of key/value heads that several `tensor` devices share: summed among those, then gathered from all.
+
+    Stated where each head has equally many devices; the groups of devices are parts of the axis.
+    """
+    size = plan.mesh.shape["tensor"]
+    shared = [p for p in plan.parameters if "kv_heads" in p.axes and p.shape[p.axes.index("kv_heads")] < size]
+    if not shared:
+        return
+    num_heads = shared[0].shape[shared[0].axes.index("kv_heads")]
+    if size % num_heads:
+        return
+    whole_bytes = sum(_local(p) for p in shared) * 4
+    groups = (("all-reduce", whole_bytes // num_heads, size // num_heads), ("all-gather", whole_bytes, num_heads))
+    for kind, payload_bytes, group in groups:
+        traffic = Traffic(kind, None, payload_bytes, ring_bytes(kind, payload_bytes, group))
+        yield ExpectedTraffic((IRREGULAR, "tensor"), "gradients of shared key/value heads", traffic)
 
 
 def _expected(

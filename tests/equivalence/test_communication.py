@@ -18,6 +18,7 @@ LAYOUTS = {
     "data": {"data": 8},
     "fsdp": {"fsdp": 8},
     "tensor": {"data": 4, "tensor": 2},
+    "shared-heads": {"tensor": 8},
     "sequence": {"data": 4, "tensor": 2, "sequence_parallel": True},
     "fsdp-sequence": {"fsdp": 4, "tensor": 2, "sequence_parallel": True},
 }
