@@ -36,7 +36,7 @@ def matrix_product_forms(platform: str, compute_dtype: str) -> dict[str, bool]:
     """`Execution`'s `float32_products` and `transposed_weight_gradients` that are fast on the backend.
 
     They never change the mathematics. On CPUs with a matrix unit, 16-bit products reach it with float32 results only;
-    on one without they still gain a tenth (`benchmarks/step.py`). XLA:CPU of jax 0.10.2 does not care how a weight
+    on one without nothing is lost, and jax 0.10.2 gains a tenth. XLA:CPU of jax 0.10.2 does not care how a weight
     gradient is written; later versions can use the unit only for transposed operands. XLA's oneDNN flags are not set
     here: with jax 0.12 they gave wrong results for a batched product that is scaled and added to.
     """

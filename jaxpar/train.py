@@ -53,9 +53,8 @@ def _run(config: Config, signals: StopSignals) -> int:
             step = Step(plan)
             directory = opened.enter_context(run_directory(config.run.dir, is_writer=is_writer))
             tokenizer = make_tokenizer(config.data, show_progress=show_progress)
-            if tokenizer.vocab_size != vocab_size:
-                plan = make_plan(config, jax.devices(), tokenizer.vocab_size)
-                step = Step(plan)
+            assert tokenizer.vocab_size == vocab_size
+            prompt = _prompt(config, tokenizer)
             corpus = open_data(config.data, tokenizer, show_progress=show_progress)
             checkpoints = opened.enter_context(Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep))
             trainer = opened.enter_context(Trainer(plan, step, tokenizer, corpus, checkpoints, directory))
@@ -72,8 +71,8 @@ def _run(config: Config, signals: StopSignals) -> int:
     if stopped:
         print(f"the state is saved in {config.run.dir}; the same command goes on", file=sys.stderr)
         return STOPPED
-    if config.evaluation.sample_prompt:
-        text = _sample(plan, tokenizer, state)
+    if prompt:
+        text = _sample(plan, tokenizer, state, prompt)
         if is_writer:
             print(f"\nsample:\n{text}", flush=True)
     return 0
@@ -92,12 +91,20 @@ def _description(plan: Plan) -> list[str]:
     ]
 
 
-def _sample(plan: Plan, tokenizer: Tokenizer, state: TrainState) -> str:
+def _prompt(config: Config, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that a text sample starts from; none if no sample is asked for."""
+    tokens = tokenizer.encode(config.evaluation.sample_prompt).tolist()
+    if config.evaluation.sample_prompt and not tokens:
+        raise ValueError(f"evaluation.sample_prompt={config.evaluation.sample_prompt!r} has no tokens")
+    return tokens
+
+
+def _sample(plan: Plan, tokenizer: Tokenizer, state: TrainState, prompt: Sequence[int]) -> str:
     evaluation = plan.config.evaluation
     tokens = continue_tokens(
         plan,
         state.params,
-        tokenizer.encode(evaluation.sample_prompt).tolist(),
+        prompt,
         num_tokens=evaluation.sample_tokens,
         temperature=evaluation.sample_temperature,
         vocab_size=tokenizer.vocab_size,

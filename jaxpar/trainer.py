@@ -78,6 +78,16 @@ def find_start(config: Config, tokenizer: Tokenizer, checkpoints: Checkpoints) -
     return Start(step, (goes_on + (f"; changed: {shown}" if shown else ""), *_schedule_messages(before, config, step)))
 
 
+def _check_padding(plan: Plan, saved_size: int) -> None:
+    """Raises ValueError if the saved arrays have another padded vocabulary than the plan's."""
+    if plan.padded_vocab_size != saved_size:
+        raise ValueError(
+            f"run.dir={plan.config.run.dir!r} holds a run whose vocabulary is padded to {saved_size} entries; with "
+            f"parallel.tensor={plan.mesh.shape['tensor']} it is padded to {plan.padded_vocab_size}. Go on with a "
+            f"parallel.tensor that divides {saved_size}"
+        )
+
+
 def _may_change(key: str) -> bool:
     return any(key == safe or key.startswith(f"{safe}.") for safe in _MAY_CHANGE)
 
@@ -112,7 +122,13 @@ class Trainer:
         self.start = find_start(config, tokenizer, checkpoints)
         self._byte_lengths = np.zeros(plan.padded_vocab_size, np.int32)
         self._byte_lengths[: tokenizer.vocab_size] = tokenizer.token_byte_lengths()
-        self._notes = {"config": dump_toml(config), "tokenizer": tokenizer.digest}
+        self._notes = {
+            "config": dump_toml(config),
+            "tokenizer": tokenizer.digest,
+            "padded_vocab_size": str(plan.padded_vocab_size),
+        }
+        if self.start.step:
+            _check_padding(plan, int(checkpoints.notes(self.start.step)["padded_vocab_size"]))
         self._evaluated = _has_evaluation(run_dir / "metrics.jsonl", self.start.step)
         self._writers: list[Writer] = []
         with ExitStack() as opened:

@@ -280,7 +280,7 @@ class KernelsConfig(Section):
     """"auto" takes the fastest for the backend and says which; "reference" holds all scores, "blockwise" one block of
     them; "cudnn" and "pallas" need a GPU, "splash" a TPU."""
     attention_block: NonNegative = 0
-    """Query and key tokens a block of "blockwise" and "splash"; 0 takes 128 on a CPU and 512 elsewhere."""
+    """Tokens a block of "blockwise", the most of "splash" and "pallas"; 0 takes 128 on a CPU, 512 elsewhere."""
     unroll_layers: bool = False
     """Compile each layer for itself instead of one loop over layers: a little faster to run, slower to compile with
     depth."""

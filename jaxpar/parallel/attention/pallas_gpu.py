@@ -15,7 +15,7 @@ _SMALLEST_TILE = 16
 
 _FORWARD_TILE = 64
 _BACKWARD_TILE = 32
-"""Largest tiles that fit the shared memory of every GPU since Ampere (99 KiB a block) at head dim 128."""
+"""Upper limits: with these the kernels fit the shared memory of every GPU since Ampere (99 KiB) at head dim 128."""
 
 
 def pallas_gpu_attention(
