@@ -78,7 +78,7 @@ def find_start(config: Config, tokenizer: Tokenizer, checkpoints: Checkpoints) -
     return Start(step, (goes_on + (f"; changed: {shown}" if shown else ""), *_schedule_messages(before, config, step)))
 
 
-def _check_padding(plan: Plan, saved_size: int) -> None:
+def check_padding(plan: Plan, saved_size: int) -> None:
     """Raises ValueError if the saved arrays have another padded vocabulary than the plan's."""
     if plan.padded_vocab_size != saved_size:
         raise ValueError(
@@ -128,7 +128,7 @@ class Trainer:
             "padded_vocab_size": str(plan.padded_vocab_size),
         }
         if self.start.step:
-            _check_padding(plan, int(checkpoints.notes(self.start.step)["padded_vocab_size"]))
+            check_padding(plan, int(checkpoints.notes(self.start.step)["padded_vocab_size"]))
         self._evaluated = _has_evaluation(run_dir / "metrics.jsonl", self.start.step)
         self._writers: list[Writer] = []
         with ExitStack() as opened:

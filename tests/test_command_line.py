@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -145,7 +146,7 @@ def test_only_a_later_ctrl_c_kills(monkeypatch: pytest.MonkeyPatch, capfd: pytes
         seen.release()
         return clock[0]
 
-    monkeypatch.setattr(command_line.time, "monotonic", monotonic)
+    monkeypatch.setattr(command_line, "time", SimpleNamespace(monotonic=monotonic))
     monkeypatch.setattr(command_line.os, "_exit", killed.append)
     with StopSignals() as signals, signals.deferred():
         for now, number in ((0.0, signal.SIGTERM), (0.1, signal.SIGINT), (9.0, signal.SIGTERM)):

@@ -21,7 +21,7 @@ from jaxpar.data import make_tokenizer, open_data
 from jaxpar.plan import Plan, make_plan
 from jaxpar.state import TrainState
 from jaxpar.step import Step
-from jaxpar.trainer import Start, Trainer, evaluate, find_start
+from jaxpar.trainer import Start, Trainer, check_padding, evaluate, find_start
 
 NUM_STEPS = 9
 SEQUENCE = 16
@@ -326,6 +326,17 @@ class Saved:
 
 def _start(old: Config, new: Config, tokenizer: str = "bytes", **saved: Any) -> Start:
     return find_start(new, SimpleNamespace(digest=tokenizer), Saved(old, **saved))  # type: ignore[arg-type]
+
+
+def test_a_run_whose_vocabulary_is_padded_otherwise_is_refused(config_of: Callable[..., Config]) -> None:
+    mesh = SimpleNamespace(shape={"tensor": 3})
+    plan = SimpleNamespace(padded_vocab_size=768, mesh=mesh, config=config_of())
+    check_padding(plan, 768)  # type: ignore[arg-type]
+    message = r"padded to 512 .* with parallel.tensor=3 it is padded to 768. .* a parallel.tensor that divides 512"
+        r"padded to 512 entries; with parallel.tensor=3 it is padded to 768. .* a parallel.tensor that divides 512"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_padding(plan, 512)  # type: ignore[arg-type]
 
 
 def test_a_run_goes_on_with_another_layout_length_and_log(config_of: Callable[..., Config]) -> None:
