@@ -16,17 +16,29 @@ def prepare(parallel: ParallelConfig, runtime: RuntimeConfig) -> list[str]:
     """Sets simulated devices, XLA flags and the compilation cache; returns a line for each thing set.
 
     Must run before JAX starts its backend.
+
+    Raises:
+      ValueError: the cache's directory cannot be made.
     """
     lines = []
     if parallel.simulated_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", parallel.simulated_devices)
+        # XLA:CPU sizes its thread pool by this variable. With as many threads as cores, collectives that wait for each
+        # other can hold all of them, and the process ends after 40 seconds.
+        os.environ.setdefault("NPROC", str(8 * parallel.simulated_devices))
         lines.append(f"simulating {parallel.simulated_devices} devices on the CPU")
+        lines.append(f"NPROC: {os.environ['NPROC']} threads for XLA")
     if runtime.xla_flags:
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *runtime.xla_flags]).strip()
         lines.append(f"XLA_FLAGS: {' '.join(runtime.xla_flags)}")
     if runtime.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", os.path.abspath(runtime.compilation_cache))
+        directory = os.path.abspath(runtime.compilation_cache)
+        try:
+            os.makedirs(directory, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"runtime.compilation_cache={runtime.compilation_cache!r}: {error.strerror}") from error
+        jax.config.update("jax_compilation_cache_dir", directory)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
         lines.append(f"compiled programs are kept in {runtime.compilation_cache}")
     return lines

@@ -118,7 +118,8 @@ class StopSignals:
         os.set_blocking(self._write_end, False)
         self._previous_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(
@@ -128,6 +129,7 @@ class StopSignals:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_fd)
         os.close(self._write_end)
+        self._thread.join()
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:

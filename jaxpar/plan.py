@@ -115,6 +115,11 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     Raises:
       ValueError: the layout is impossible; the message names the keys, the values and the nearest legal ones.
     """
+    if not callable(getattr(config.model, "make", None)):
+        raise ValueError(
+            f"model.name: {type(config.model).__name__} has no method make(*, vocab_size, padded_vocab_size, "
+            "sequence_length, rngs) that returns the model"
+        )
     sizes = axis_sizes({axis: getattr(config.parallel, axis) for axis in AXES}, len(devices))
     _check_supported(sizes)
     vocab_size, note = _vocabulary(config, vocab_size)

@@ -14,6 +14,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 ).strip()
 
+# XLA:CPU's thread pool: with as many threads as cores, collectives of 8 devices can wait for each other for ever.
+os.environ["NPROC"] = "64"
+
 import jax
 
 jax.config.update("jax_platforms", "cpu")

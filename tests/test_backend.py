@@ -31,18 +31,25 @@ print(os.environ["XLA_FLAGS"])
 def test_devices_flags_and_cache_are_set_and_said(tmp_path: Path) -> None:
     """Flags of the environment stay; the run's come after them, and win."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true"}
+    del environment["NPROC"]
     done = subprocess.run(
         [sys.executable, "-c", _PREPARED], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     *lines, flags = done.stdout.splitlines()
-    assert lines[0] == "simulating 3 devices on the CPU"
+    assert lines[:2] == ["simulating 3 devices on the CPU", "NPROC: 24 threads for XLA"]
     assert lines[-1] == "compiled programs are kept in programs"
     (said,) = [line for line in lines if line.startswith("XLA_FLAGS: ")]
     given = flags.split()
     assert given[0] == "--xla_cpu_multi_thread_eigen=true"
     assert given[-1] == "--xla_cpu_multi_thread_eigen=false"
     assert given[1:] == said.removeprefix("XLA_FLAGS: ").split()
+
+
+def test_a_cache_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"^runtime.compilation_cache='.*file/cache': "):
+        prepare(ParallelConfig(), RuntimeConfig(compilation_cache=str(tmp_path / "file" / "cache")))
 
 
 def test_nothing_asked_for_is_nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,8 @@ def test_a_run_that_was_stopped_twice_and_crashed_is_the_straight_run(
     assert [line["step"] for line in lines_of(config)] == [2, 3, 4, 6, 6]
 
     with opened(config, count) as trainer:
-        trainer.run(Screen(), lambda: made[-1] == NUM_STEPS)
+        _, stopped = trainer.run(Screen(), lambda: made[-1] == NUM_STEPS)
+    assert stopped, "the last evaluation is still to be made"
     assert made == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8, 9]
     assert lines_of(config) == lines_of(straight)[:-1]
     for _ in range(2):
