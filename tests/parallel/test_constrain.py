@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.parallel.constrain import Execution, constrain, constrain_parameter, current_execution, num_shards
+from jaxpar.parallel.constrain import Execution, constrain, constrain_gradient, current_execution, num_shards
 
 
 def _spec(function, x: jax.Array) -> P:  # type: ignore[no-untyped-def]
@@ -19,7 +19,7 @@ def _spec(function, x: jax.Array) -> P:  # type: ignore[no-untyped-def]
 def test_without_a_plan_names_are_free_and_nothing_happens() -> None:
     x = jnp.ones((3, 5))
     assert constrain(x, ("any", "name")) is x
-    assert constrain_parameter(x, ("any", "name")) is x
+    assert constrain_gradient(x, ("any", "name")) is x
     assert num_shards("heads") == 1
 
 
@@ -29,7 +29,7 @@ def test_activations_and_parameters_follow_their_own_tables(execution_on) -> Non
         assert num_shards("heads") == 4
         assert num_shards("batch") == 2
         assert _spec(lambda x: constrain(x, ("embed", "mlp")), x) == P(None, "tensor")
-        assert _spec(lambda x: constrain_parameter(x, ("embed", "mlp")), x) == P("fsdp", "tensor")
+        assert _spec(lambda x: constrain_gradient(x, ("embed", "mlp")), x) == P("fsdp", "tensor")
         with pytest.raises(ValueError, match="activation: unknown logical axis 'emebd'"):
             constrain(x, ("batch", "emebd"))
 
