@@ -8,13 +8,12 @@ whose members own their keys. Values that must agree across sections are checked
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializeAsAny
+from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny
 
-__all__ = ["Config", "DataConfig", "OptimizerConfig", "ScheduleConfig", "Section", "SourceConfig", "TokenizerConfig"]
+from jaxpar.config.optimizers import AdamW, OptimizerConfig
+from jaxpar.config.section import Fraction, NonNegative, Positive, Section
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+__all__ = ["Config", "DataConfig", "ScheduleConfig", "SourceConfig", "TokenizerConfig"]
 
 
 def _not_zero(size: int) -> int:
@@ -24,12 +23,6 @@ def _not_zero(size: int) -> int:
 
 
 AxisSize = Annotated[int, AfterValidator(_not_zero), Field(ge=-1, json_schema_extra={"not": {"const": 0}})]
-
-
-class Section(BaseModel):
-    """A frozen group of keys in which an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class RunConfig(Section):
@@ -168,28 +161,6 @@ class LossConfig(Section):
     """Share of the target's probability that is spread evenly over the vocabulary."""
     chunk_tokens: NonNegative = 1024
     """Tokens a device projects onto the vocabulary at once; 0 projects all of them at once."""
-
-
-class AdamW(Section):
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
-
-    name: Literal["adamw"] = "adamw"
-    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3e-4
-    """Peak learning rate."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the second moment."""
-    epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
-    """Decay of parameters with two or more dims, times the learning rate."""
-    no_decay: tuple[str, ...] = Field(default=(), strict=False)
-    """Further parameters without decay: glob patterns over paths such as "embed/*"; one that matches nothing is an
-    error."""
-
-
-OptimizerConfig = AdamW
 
 
 class ConstantSchedule(Section):

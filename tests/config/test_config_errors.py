@@ -5,6 +5,7 @@ import pytest
 from jaxpar.config import ConfigError
 
 SCHEDULES = '"constant", "cosine", "linear", "wsd"'
+OPTIMIZERS = '"adamw", "adamw8bit", "sgd", "adafactor", "sm3", "lion", "muon"'
 SOURCES = '"packaged", "text", "token_files", "megatron"'
 PARALLEL = "pipe, data, fsdp, expert, context, tensor, sequence_parallel, simulated_devices"
 
@@ -71,9 +72,21 @@ WRONG_FILES = {
         f'FILE: schedule.name="cosin" must be one of {SCHEDULES} (did you mean "cosine"?)',
     ),
     "variant that is no string": ("schedule.name = [1]", f"FILE: schedule.name=[1] must be one of {SCHEDULES}"),
-    "variant of a union of one": (
+    "optimizer": (
         'optimizer.name = "adam"',
-        'FILE: optimizer.name="adam" must be "adamw" (did you mean "adamw"?)',
+        f'FILE: optimizer.name="adam" must be one of {OPTIMIZERS} (did you mean "adamw"?)',
+    ),
+    "key of another optimizer": (
+        'optimizer = {name = "sm3", beta1 = 0.9}',
+        'FILE: optimizer.beta1 belongs to optimizer.name="adamw" or "adamw8bit" or "lion", but optimizer.name is '
+        '"sm3"; keys of optimizer.name="sm3": name, learning_rate, variant, momentum, weight_decay, no_decay, '
+        "layer_decay",
+    ),
+    "key of no optimizer": (
+        'optimizer = {name = "muon", ns_step = 3}',
+        "FILE: unknown key optimizer.ns_step (did you mean optimizer.ns_steps?); "
+        'keys of optimizer.name="muon": name, learning_rate, momentum, nesterov, ns_steps, adam_beta1, adam_beta2, '
+        "adam_epsilon, weight_decay, no_decay, layer_decay",
     ),
     "variant in an array": ("[[data.sources]]", f"FILE: data.sources.0.name is missing; it must be one of {SOURCES}"),
     "wrong variant in an array": (

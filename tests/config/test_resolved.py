@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from jaxpar.config import Config, changed_keys, dump_toml, parse_config
+from jaxpar.config import optimizers as o
 from jaxpar.config import schema as s
 
 
@@ -43,6 +44,15 @@ schedules = st.one_of(
     st.builds(s.LinearSchedule, final_fraction=st.floats(0, 1)),
     st.builds(s.WsdSchedule, decay_steps=positive),
 )
+optimizers = st.one_of(
+    st.builds(o.AdamW, learning_rate=positive_floats, no_decay=st.lists(texts, max_size=2).map(tuple)),
+    st.builds(o.AdamW8bit, block_size=positive, beta2=st.floats(0, 1, exclude_max=True)),
+    st.builds(o.SGD, nesterov=st.booleans(), layer_decay=st.floats(0, 1, exclude_min=True)),
+    st.builds(o.Adafactor, clipping_threshold=positive_floats | st.just(float("inf")), relative_step=st.booleans()),
+    st.builds(o.SM3, variant=st.sampled_from(["I", "II"])),
+    st.builds(o.Lion, weight_decay=st.floats(0, allow_infinity=False)),
+    st.builds(o.Muon, ns_steps=positive),
+)
 models = st.one_of(
     st.builds(
         Own,
@@ -63,7 +73,7 @@ configs = st.builds(
         prefetch=positive,
     ),
     train=st.builds(s.TrainConfig, max_grad_norm=positive_floats | st.just(float("inf"))),
-    optimizer=st.builds(s.AdamW, learning_rate=positive_floats, no_decay=st.lists(texts, max_size=2).map(tuple)),
+    optimizer=optimizers,
     schedule=schedules,
     parallel=st.builds(s.ParallelConfig, tensor=st.just(-1) | positive, sequence_parallel=st.booleans()),
     runtime=st.builds(s.RuntimeConfig, xla_flags=st.lists(texts, max_size=2).map(tuple)),
