@@ -1,5 +1,20 @@
-"""Optimizers as Optax chains."""
+"""Optimizers: one rule for one parameter of one layer each, mapped over parameters and layers."""
 
-from jaxpar.optim.build import make_optimizer, make_schedule
+from jaxpar.optim.build import check_optimizer, learning_rates, make_optimizer
+from jaxpar.optim.layout import state_axes
+from jaxpar.optim.per_layer import MapLayers, Optimizer
+from jaxpar.optim.properties import PROPERTIES, Properties, state_bytes
+from jaxpar.optim.schedules import make_schedule
 
-__all__ = ["make_optimizer", "make_schedule"]
+__all__ = [
+    "PROPERTIES",
+    "MapLayers",
+    "Optimizer",
+    "Properties",
+    "check_optimizer",
+    "learning_rates",
+    "make_optimizer",
+    "make_schedule",
+    "state_axes",
+    "state_bytes",
+]

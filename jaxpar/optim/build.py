@@ -1,126 +1,140 @@
-"""From `[optimizer]` and `[schedule]` to an Optax transformation and a learning rate."""
+"""From `[optimizer]` to an update rule."""
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import singledispatch
 from typing import Any
 
-import jax
 import optax
 
-from jaxpar.config.schema import (
-    AdamW,
-    ConstantSchedule,
-    CosineSchedule,
-    LinearSchedule,
-    OptimizerConfig,
-    ScheduleConfig,
-    WsdSchedule,
-)
+from jaxpar.config.optimizers import SGD, SM3, Adafactor, AdamW, AdamW8bit, Lion, Muon, OptimizerConfig
+from jaxpar.config.schema import ConstantSchedule, ScheduleConfig
+from jaxpar.optim.adafactor import adafactor, relative_step
+from jaxpar.optim.adam import adamw, adamw8bit
+from jaxpar.optim.matrices import matrix_view
+from jaxpar.optim.momentum import lion, sgd
+from jaxpar.optim.muon import muon
+from jaxpar.optim.per_layer import MapLayers, Optimizer, is_stacked, layers_at_once, per_layer
+from jaxpar.optim.rule import Context, Rounding, Rule, StoredRule, scaled, stored, with_weight_decay
+from jaxpar.optim.sm3 import sm3
+from jaxpar.parallel.rules import LogicalAxes
 
-__all__ = ["decay_mask", "make_optimizer", "make_schedule"]
+__all__ = ["RULES", "check_optimizer", "decays", "learning_rates", "make_optimizer"]
 
-
-@singledispatch
-def make_schedule(config: ScheduleConfig, peak: float, num_steps: int) -> optax.Schedule:
-    """The learning rate as a function of the number of updates already made.
-
-    Raises:
-      ValueError: warmup and the decay of "wsd" together are longer than the run.
-    """
-    raise TypeError(f"no schedule for {type(config).__name__}")
-
-
-@make_schedule.register
-def _constant(config: ConstantSchedule, peak: float, num_steps: int) -> optax.Schedule:
-    return _warmed_up(config.warmup_steps, peak, [optax.constant_schedule(peak)], [])
-
-
-@make_schedule.register
-def _cosine(config: CosineSchedule, peak: float, num_steps: int) -> optax.Schedule:
-    steps = max(num_steps - config.warmup_steps, 1)
-    decay = optax.cosine_decay_schedule(peak, steps, alpha=config.final_fraction)
-    return _warmed_up(config.warmup_steps, peak, [decay], [])
-
-
-@make_schedule.register
-def _linear(config: LinearSchedule, peak: float, num_steps: int) -> optax.Schedule:
-    steps = max(num_steps - config.warmup_steps, 1)
-    decay = optax.linear_schedule(peak, peak * config.final_fraction, steps)
-    return _warmed_up(config.warmup_steps, peak, [decay], [])
-
-
-@make_schedule.register
-def _wsd(config: WsdSchedule, peak: float, num_steps: int) -> optax.Schedule:
-    if config.warmup_steps + config.decay_steps > num_steps:
-        raise ValueError(
-            f"schedule.warmup_steps={config.warmup_steps} and schedule.decay_steps={config.decay_steps} are longer "
-            f"than train.num_steps={num_steps}; {_what_fits(num_steps - config.warmup_steps)}"
-        )
-    decay = optax.linear_schedule(peak, peak * config.final_fraction, config.decay_steps)
-    parts = [optax.constant_schedule(peak), decay]
-    return _warmed_up(config.warmup_steps, peak, parts, [num_steps - config.decay_steps])
-
-
-def _what_fits(num_decay_steps: int) -> str:
-    if num_decay_steps > 0:
-        return f"at most {num_decay_steps} decay steps fit"
-    return 'no decay fits after the warmup; take fewer warmup steps, or schedule={name="constant"}'
-
-
-def _warmed_up(
-    warmup_steps: int, peak: float, parts: Sequence[optax.Schedule], boundaries: Sequence[int]
-) -> optax.Schedule:
-    """A linear rise, then `parts`; a run that is shorter than its warmup ends in it."""
-    warmup = optax.linear_schedule(0.0, peak, warmup_steps)
-    return optax.join_schedules([warmup, *parts], [warmup_steps, *boundaries])
+RULES: dict[type, Callable[[Any, str, LogicalAxes], Rule]] = {
+    AdamW: adamw,
+    AdamW8bit: adamw8bit,
+    SGD: sgd,
+    Adafactor: adafactor,
+    SM3: sm3,
+    Lion: lion,
+    Muon: muon,
+}
+"""Config → (config, path, logical axes of one layer) → the rule of that parameter."""
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule, axes: Mapping[str, Sequence[str | None]]
-) -> optax.GradientTransformation:
-    """The update rule; `axes` has every parameter's path and logical axes.
+    config: OptimizerConfig,
+    schedule: optax.Schedule,
+    axes: Mapping[str, LogicalAxes],
+    *,
+    seed: int,
+    master_weights: bool = False,
+    rounding: Rounding = "nearest",
+    map_layers: MapLayers = layers_at_once,
+) -> Optimizer:
+    """The update rule for parameters with the paths and logical axes `axes`.
+
+    Args:
+      config: `[optimizer]`.
+      schedule: The learning rate after a number of updates.
+      axes: Every parameter's logical axes by its path.
+      seed: Of random bits, where something is rounded stochastically.
+      master_weights: Whether 16-bit parameters have a float32 copy in the state.
+      rounding: How the update of a bfloat16 parameter is rounded.
+      map_layers: How the update of one layer is mapped over the layers of stacked parameters.
 
     Raises:
-      ValueError: a pattern of `optimizer.no_decay` matches no parameter.
+      ValueError: a pattern of `optimizer.no_decay` matches no parameter, or there are no layers for
+        `optimizer.layer_decay`.
     """
-    return _BUILDERS[type(config)](config, schedule, axes)
+    _check_parameters(config, axes)
+    rules = {path: _rule(config, path, names, master_weights, rounding) for path, names in axes.items()}
+    return per_layer(rules, axes, learning_rates(config, schedule), seed=seed, map_layers=map_layers)
 
 
-def _adamw(
-    config: AdamW, schedule: optax.Schedule, axes: Mapping[str, Sequence[str | None]]
-) -> optax.GradientTransformation:
-    return optax.adamw(
-        schedule,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        mask=decay_mask(config.no_decay, axes),
-    )
+@singledispatch
+def learning_rates(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Schedule:
+    """The rates that the optimizer makes of its schedule; the schedule itself but for Adafactor's relative steps."""
+    return schedule
 
 
-_BUILDERS: dict[type, Callable[..., optax.GradientTransformation]] = {AdamW: _adamw}
+@learning_rates.register
+def _adafactor_rates(config: Adafactor, schedule: optax.Schedule) -> optax.Schedule:
+    return relative_step(schedule) if config.relative_step else schedule
 
 
-def decay_mask(no_decay: Sequence[str], axes: Mapping[str, Sequence[str | None]]) -> Callable[[Any], Any]:
-    """A function from a pytree of parameters to one of booleans: which of them decay.
+def check_optimizer(config: OptimizerConfig, schedule: ScheduleConfig, axes: Mapping[str, LogicalAxes]) -> None:
+    """Raises ValueError for what cannot work together: optimizer, schedule and the model's parameters."""
+    _check_schedule(config, schedule)
+    _check_parameters(config, axes)
 
-    Those with two or more dims (the layer not counted) decay, but for biases and for paths that match a pattern of
-    `no_decay`.
-    """
-    for pattern in no_decay:
-        if not any(fnmatchcase(path, pattern) for path in axes):
-            raise ValueError(f"optimizer.no_decay: {pattern!r} matches no parameter; there are: {', '.join(axes)}")
 
-    def decays(path: str) -> bool:
-        num_dims = sum(axis != "layers" for axis in axes[path])
-        is_bias = path.rsplit("/", 1)[-1].endswith("bias")
-        return num_dims >= 2 and not is_bias and not any(fnmatchcase(path, pattern) for pattern in no_decay)
+def decays(path: str, axes: LogicalAxes, no_decay: Sequence[str]) -> bool:
+    """Whether the weights decay: matrices do, unless a pattern of `no_decay` matches their path."""
+    is_matrix = matrix_view(path, _of_one_layer(axes)) is not None
+    return is_matrix and not any(fnmatchcase(path, pattern) for pattern in no_decay)
 
-    def mask(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda keys, _: decays(jax.tree_util.keystr(keys, simple=True, separator="/")), params
+
+@singledispatch
+def _check_schedule(config: OptimizerConfig, schedule: ScheduleConfig) -> None:
+    """Any schedule goes with most optimizers."""
+
+
+@_check_schedule.register
+def _check_adafactor_schedule(config: Adafactor, schedule: ScheduleConfig) -> None:
+    if config.relative_step and not isinstance(schedule, ConstantSchedule):
+        raise ValueError(
+            f'optimizer.relative_step=true sets the learning rate of each step, which schedule.name="{schedule.name}" '
+            'would set too; set schedule.name="constant" (its warmup may stay), or optimizer.relative_step=false'
         )
 
-    return mask
+
+def _check_parameters(config: OptimizerConfig, axes: Mapping[str, LogicalAxes]) -> None:
+    for pattern in config.no_decay:
+        if not any(fnmatchcase(path, pattern) for path in axes):
+            raise ValueError(f"optimizer.no_decay: {pattern!r} matches no parameter; there are: {', '.join(axes)}")
+    if config.layer_decay != 1.0 and not any(is_stacked(names) for names in axes.values()):
+        raise ValueError(
+            f"optimizer.layer_decay={config.layer_decay}: the model has no layers, which are parameters whose first "
+            'logical axis is "layers"; set optimizer.layer_decay=1.0'
+        )
+
+
+def _rule(
+    config: OptimizerConfig, path: str, axes: LogicalAxes, master_weights: bool, rounding: Rounding
+) -> StoredRule:
+    rule = RULES[type(config)](config, path, _of_one_layer(axes))
+    rule = with_weight_decay(rule, config.weight_decay if decays(path, axes, config.no_decay) else 0.0)
+    rule = _with_layer_decay(rule, config.layer_decay, axes)
+    return stored(rule, master_weights=master_weights, rounding=rounding)
+
+
+def _with_layer_decay(rule: Rule, layer_decay: float, axes: LogicalAxes) -> Rule:
+    """Steps of layer i of L times layer_decay^(L − i), of tables times layer_decay^(L + 1) (Clark 2020)."""
+
+    def of_layer(context: Context) -> Any:
+        return layer_decay ** (context.num_layers - context.layer)  # type: ignore[operator]
+
+    def of_table(context: Context) -> float:
+        return layer_decay ** (context.num_layers + 1)
+
+    if layer_decay == 1.0 or not axes:
+        return rule
+    if is_stacked(axes):
+        return scaled(rule, of_layer)
+    return scaled(rule, of_table) if axes[0] in ("vocab", "positions") else rule
+
+
+def _of_one_layer(axes: LogicalAxes) -> LogicalAxes:
+    return tuple(axes[1:] if is_stacked(axes) else axes)

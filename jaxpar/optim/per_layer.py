@@ -1,0 +1,133 @@
+"""Every parameter by its own rule, every layer of a stacked parameter for itself."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpar.optim.rounding import random_key
+from jaxpar.optim.rule import Arrays, Context, StoredRule
+from jaxpar.parallel.rules import LogicalAxes
+
+__all__ = ["MapLayers", "Optimizer", "is_stacked", "layers_at_once", "per_layer"]
+
+Params = Any
+State = dict[str, Any]
+UpdateLayer = Callable[..., tuple[dict[str, jax.Array], dict[str, Arrays]]]
+"""(layer index, gradients, state, parameters of one layer) → (new parameters, new state), each by path."""
+MapLayers = Callable[..., tuple[dict[str, jax.Array], dict[str, Arrays]]]
+"""(`UpdateLayer`, layer indices, gradients, state, parameters) → (new parameters, new state), whose arrays all have the
+layer as their first dim."""
+
+
+class Optimizer(NamedTuple):
+    """An update rule. `init(params)` gives the state; `apply(gradients, state, params)` the new parameters and state.
+
+    The state is `{"count": updates made, "arrays": ...}`, the latter the pytree of parameters with a dictionary of
+    arrays by role in each one's place. A parameter whose first logical axis is "layers" has arrays with that first dim.
+    """
+
+    init: Callable[[Params], State]
+    apply: Callable[[Params, State, Params], tuple[Params, State]]
+
+
+def layers_at_once(update: UpdateLayer, layers: jax.Array, *stacked: Any) -> Any:
+    """`update` of all layers in one batched computation."""
+    return jax.vmap(update)(layers, *stacked)
+
+
+def is_stacked(axes: LogicalAxes) -> bool:
+    """Whether a parameter has a layer for each entry of its first dim."""
+    return bool(axes) and axes[0] == "layers"
+
+
+def per_layer(
+    rules: Mapping[str, StoredRule],
+    axes: Mapping[str, LogicalAxes],
+    schedule: optax.Schedule,
+    *,
+    seed: int,
+    map_layers: MapLayers = layers_at_once,
+) -> Optimizer:
+    """The optimizer that applies `rules[path]` to every parameter, mapped over the layers of those that are stacked.
+
+    Rules see one layer, so that no statistic mixes layers. Parameters of stacks with as many layers are mapped
+    together.
+    """
+
+    def init(params: Params) -> State:
+        def init_one(keys: tuple, parameter: jax.Array) -> Arrays:
+            path = _path(keys)
+            rule = rules[path]
+            return jax.vmap(rule.init)(parameter) if is_stacked(axes[path]) else rule.init(parameter)
+
+        return {"count": jnp.zeros((), jnp.int32), "arrays": jax.tree_util.tree_map_with_path(init_one, params)}
+
+    def apply(gradients: Params, state: State, params: Params) -> tuple[Params, State]:
+        by_path: dict[str, tuple[jax.Array, Arrays, jax.Array]] = {}
+
+        def collect(keys: tuple, parameter: jax.Array, gradient: jax.Array, arrays: Arrays) -> None:
+            by_path[_path(keys)] = (gradient, arrays, parameter)
+
+        def spread(values: Mapping[str, Any]) -> Any:
+            return jax.tree_util.tree_map_with_path(lambda keys, _: values[_path(keys)], params)
+
+        jax.tree_util.tree_map_with_path(collect, params, gradients, state["arrays"])
+        count = state["count"]
+        stacks = _stacks({path: parameter for path, (*_, parameter) in by_path.items()}, axes)
+        context = partial(_context, count, jnp.asarray(schedule(count), jnp.float32), seed, max(stacks, default=0))
+        new_params: dict[str, jax.Array] = {}
+        new_arrays: dict[str, Arrays] = {}
+        for num_layers, members in stacks.items():
+            update = _update_of_layer(rules, partial(context, num_layers))
+            operands = [{path: by_path[path][part] for path in members} for part in range(3)]
+            if num_layers:
+                changed = map_layers(update, jnp.arange(num_layers, dtype=jnp.int32), *operands)
+            else:
+                changed = update(None, *operands)
+            new_params |= changed[0]
+            new_arrays |= changed[1]
+        return spread(new_params), {"count": optax.safe_increment(count), "arrays": spread(new_arrays)}
+
+    return Optimizer(init, apply)
+
+
+def _update_of_layer(rules: Mapping[str, StoredRule], context: Callable[..., Context]) -> UpdateLayer:
+    def update(
+        layer: jax.Array | None,
+        gradients: dict[str, jax.Array],
+        arrays: dict[str, Arrays],
+        parameters: dict[str, jax.Array],
+    ) -> tuple[dict[str, jax.Array], dict[str, Arrays]]:
+        changed = {
+            path: rules[path].apply(gradients[path], arrays[path], parameter, context(layer, path))
+            for path, parameter in parameters.items()
+        }
+        return {path: new[0] for path, new in changed.items()}, {path: new[1] for path, new in changed.items()}
+
+    return update
+
+
+def _context(
+    count: jax.Array, rate: jax.Array, seed: int, deepest: int, num_layers: int, layer: jax.Array | None, path: str
+) -> Context:
+    def key(purpose: str) -> jax.Array:
+        return random_key(seed, f"{path}:{purpose}", count, 0 if layer is None else layer)
+
+    return Context(count, rate, key, layer, num_layers or deepest)
+
+
+def _stacks(parameters: Mapping[str, jax.Array], axes: Mapping[str, LogicalAxes]) -> dict[int, list[str]]:
+    """Paths by their stack's number of layers, 0 for those in no stack."""
+    stacks: dict[int, list[str]] = defaultdict(list)
+    for path, parameter in parameters.items():
+        stacks[parameter.shape[0] if is_stacked(axes[path]) else 0].append(path)
+    return dict(stacks)
+
+
+def _path(keys: tuple) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
