@@ -1,13 +1,16 @@
 """The state of training and its initialisation, sharded from the start."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+from jax.sharding import NamedSharding
 
+from jaxpar.optim import Optimizer, state_axes
+from jaxpar.parallel.rules import LogicalAxes, resolve
 from jaxpar.plan import Plan
 
 __all__ = ["TrainState", "abstract_state", "init_state", "state_shardings"]
@@ -23,7 +26,7 @@ class TrainState:
     optimizer: Any
 
 
-def abstract_state(plan: Plan, optimizer: optax.GradientTransformation) -> TrainState:
+def abstract_state(plan: Plan, optimizer: Optimizer) -> TrainState:
     """The state as shapes, each with its sharding."""
     shapes = jax.eval_shape(partial(_make_state, plan, optimizer))
     return jax.tree.map(
@@ -33,24 +36,30 @@ def abstract_state(plan: Plan, optimizer: optax.GradientTransformation) -> Train
     )
 
 
-def state_shardings(plan: Plan, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state's shardings: the optimizer's table places what mirrors a parameter, the rest is replicated."""
-    optimizer_state = optax.tree.map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        jax.eval_shape(optimizer.init, plan.abstract_params),
-        plan.shardings(plan.rules.optimizer),
-        transform_non_params=lambda _: plan.replicated,
-    )
+def state_shardings(plan: Plan, optimizer: Optimizer) -> TrainState:
+    """The state's shardings; the optimizer's by its own table, where a dim that does not divide is whole everywhere."""
+
+    def place(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> NamedSharding:
+        axes = tuple(name if _divides(plan, size, name) else None for size, name in zip(leaf.shape, axes, strict=True))
+        layout = resolve("optimizer state", leaf.shape, axes, plan.rules.optimizer, plan.mesh.shape)
+        return NamedSharding(plan.mesh, layout.spec)
+
+    abstract = jax.eval_shape(optimizer.init, plan.abstract_params)
+    optimizer_state = jax.tree.map(place, abstract, state_axes(abstract, plan.abstract_params, plan.axes))
     return TrainState(step=plan.replicated, params=plan.param_shardings, optimizer=optimizer_state)
 
 
-def init_state(plan: Plan, optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(plan: Plan, optimizer: Optimizer) -> TrainState:
     """The initial state, each device computing only what it holds; the values do not depend on the mesh."""
     shardings = state_shardings(plan, optimizer)
     return jax.jit(partial(_make_state, plan, optimizer), out_shardings=shardings)()
 
 
-def _make_state(plan: Plan, optimizer: optax.GradientTransformation) -> TrainState:
+def _make_state(plan: Plan, optimizer: Optimizer) -> TrainState:
     params = plan.make_params()
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, optimizer=optimizer.init(params))
+
+
+def _divides(plan: Plan, size: int, axis: str | None) -> bool:
+    mesh_axes = plan.rules.optimizer[axis] if axis else ()
+    return size % math.prod(plan.mesh.shape[mesh_axis] for mesh_axis in mesh_axes) == 0

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxpar.optim import make_optimizer, make_schedule
+from jaxpar.optim import learning_rates, make_optimizer, make_schedule
 from jaxpar.parallel.loss import LossSettings, LossSums, cross_entropy
 from jaxpar.plan import Plan
 from jaxpar.precision import in_compute_dtype
@@ -54,8 +54,9 @@ class Step:
 
     def __init__(self, plan: Plan):
         config = plan.config
-        self.schedule = make_schedule(config.schedule, config.optimizer.learning_rate, config.train.num_steps)
-        self.optimizer = make_optimizer(config.optimizer, self.schedule, plan.axes)
+        schedule = make_schedule(config.schedule, config.optimizer.learning_rate, config.train.num_steps)
+        self.schedule = learning_rates(config.optimizer, schedule)
+        self.optimizer = make_optimizer(config.optimizer, schedule, plan.axes, seed=config.run.seed)
         self.shardings = state_shardings(plan, self.optimizer)
         gradients = make_gradients(plan)
         evaluation_loss = in_compute_dtype(
@@ -65,8 +66,7 @@ class Step:
         def train(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
             key = jax.random.fold_in(jax.random.key(config.run.seed), state.step)
             grads, metrics = gradients(state.params, batch, key)
-            updates, optimizer_state = self.optimizer.update(grads, state.optimizer, state.params)
-            params = optax.apply_updates(state.params, updates)
+            params, optimizer_state = self.optimizer.apply(grads, state.optimizer, state.params)
             metrics["learning_rate"] = jnp.asarray(self.schedule(state.step), jnp.float32)
             return TrainState(state.step + 1, params, optimizer_state), metrics
 

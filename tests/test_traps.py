@@ -78,7 +78,9 @@ def _run(name: str) -> Run:
             state, values = step.train(state, batch)
             metrics.append({key: value.item() for key, value in jax.device_get(values).items()})
             if number == 0:
-                moments = _by_path(plan, jax.device_get(state.optimizer[0].mu))
+                arrays = state.optimizer["arrays"]
+                first = jax.tree.map(lambda _, kept: kept["first"], state.params, arrays)
+                moments = _by_path(plan, jax.device_get(first))
                 gradients = {path: moment / (1 - BETA1) for path, moment in moments.items()}
     return Run(metrics, gradients, _by_path(plan, state.params))
 

@@ -87,7 +87,8 @@ def train(config: Config, devices: list[jax.Device]) -> Trace:
             state, values = step.train(state, batch)
             metrics.append({name: value.item() for name, value in jax.device_get(values).items()})
             if number == 0:
-                moments = by_path(state.optimizer[0].mu)
+                arrays = state.optimizer["arrays"]
+                moments = by_path(jax.tree.map(lambda _, kept: kept["first"], state.params, arrays))
                 gradients = {path: moment / (1 - BETA1) for path, moment in moments.items()}
         return Trace(metrics, gradients, by_path(state.params))
 
