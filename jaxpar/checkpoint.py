@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -114,4 +115,5 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _as_dict(state: TrainState) -> dict[str, Any]:
-    return {"step": state.step, "params": state.params, "optimizer": state.optimizer}
+    parts = {field.name: getattr(state, field.name) for field in fields(state)}
+    return {name: part for name, part in parts.items() if part is not None}

@@ -17,11 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.backend import matrix_product_forms
 from jaxpar.config.schema import Config
+from jaxpar.optim import check_optimizer
 from jaxpar.parallel.attention import choose
 from jaxpar.parallel.constrain import Execution
 from jaxpar.parallel.layers import REMAT_POLICIES
 from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
 from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, Table, resolve
+from jaxpar.requirements import check_layout, check_precision
 
 VOCAB_MULTIPLE = 128
 """What the vocabulary is padded to, unless the model says otherwise: one number, so that meshes pad alike."""
@@ -79,6 +81,31 @@ class Plan:
         """A function's body for jit: the initial parameters, a pure function of `run.seed`."""
         return _make_params(self.config, self.vocab_size, self.padded_vocab_size)
 
+    def by_path(self, tree: Any) -> dict[str, Any]:
+        """Path → leaf of a pytree that is built like the parameters."""
+        return {parameter.path: leaf for parameter, leaf in zip(self.parameters, jax.tree.leaves(tree), strict=True)}
+
+    def as_params(self, leaves: Mapping[str, Any]) -> Any:
+        """The pytree that is built like the parameters, from path → leaf."""
+        return jax.tree.unflatten(jax.tree.structure(self.abstract_params), [leaves[p.path] for p in self.parameters])
+
+    def constrained(self, tree: Any, table: Table) -> Any:
+        """A traced pytree that is built like the parameters, laid out as `table` says."""
+        return jax.lax.with_sharding_constraint(tree, self.shardings(table))
+
+    @property
+    def deferred_axes(self) -> tuple[str, ...]:
+        """Mesh axes that share the batch and over which gradients are summed once, after the last microbatch.
+
+        Those are the axes that split no gradient, where there are several microbatches, and where ZeRO 1 scatters the
+        sum. Elsewhere a gradient is summed as soon as the backward pass has it, which overlaps with the rest of it.
+        """
+        parallel = self.config.parallel
+        if self.config.train.microbatches == 1 and not (parallel.zero_stage == 1 and self.mesh.shape["fsdp"] > 1):
+            return ()
+        splitting = {axis for mesh_axes in self.rules.gradients.values() for axis in mesh_axes}
+        return tuple(axis for axis in BATCH_AXES if self.mesh.shape[axis] > 1 and axis not in splitting)
+
     @property
     def axes(self) -> dict[str, LogicalAxes]:
         """Path → logical axes of every parameter."""
@@ -121,11 +148,11 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
             "sequence_length, rngs) that returns the model"
         )
     sizes = axis_sizes({axis: getattr(config.parallel, axis) for axis in AXES}, len(devices))
-    _check_supported(sizes)
+    check_layout(config, sizes)
+    check_precision(config)
     vocab_size, note = _vocabulary(config, vocab_size)
     multiple = math.lcm(getattr(config.model, "vocab_multiple", VOCAB_MULTIPLE), sizes["tensor"])
     padded_vocab_size = math.ceil(vocab_size / multiple) * multiple
-    _check_divides(config, sizes)
     mesh = make_mesh(sizes, devices)
     rules, rule_notes = _rules(config, sizes)
     attention, attention_note = _attention(config, devices[0].platform)
@@ -135,11 +162,13 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
         gradients=rules.gradients,
         remat=REMAT_POLICIES[config.remat.policy],
         unroll_layers=config.kernels.unroll_layers,
+        reduction=config.precision.reduction,
         attention=attention,
         attention_block=config.kernels.attention_block or (128 if devices[0].platform == "cpu" else 512),
         **matrix_product_forms(devices[0].platform, config.precision.compute),
     )
     structure, abstract_params, axes = _abstract_model(config, vocab_size, padded_vocab_size)
+    check_optimizer(config.optimizer, config.schedule, axes)
     return Plan(
         config=config,
         mesh=mesh,
@@ -155,7 +184,8 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
 
 
 def _make_params(config: Config, vocab_size: int, padded_vocab_size: int) -> Any:
-    return nnx.to_pure_dict(nnx.state(_make_model(config, vocab_size, padded_vocab_size), nnx.Param))
+    params = nnx.to_pure_dict(nnx.state(_make_model(config, vocab_size, padded_vocab_size), nnx.Param))
+    return jax.tree.map(lambda parameter: parameter.astype(config.precision.parameters), params)
 
 
 def _make_model(config: Config, vocab_size: int, padded_vocab_size: int) -> nnx.Module:
@@ -178,7 +208,7 @@ def _abstract_model(config: Config, vocab_size: int, padded_vocab_size: int) -> 
         name = config.model.name  # type: ignore[attr-defined]
         raise ValueError(
             f"model.name={name!r} keeps state that is not an nnx.Param ({', '.join(stateful)}); take randomness from "
-            "the dropout_key argument and keep no counters, so that a step is a function of its inputs"
+            "the dropout_keys argument and keep no counters, so that a step is a function of its inputs"
         )
     axes = {}
     for path, variable in nnx.to_flat_state(params):
@@ -190,7 +220,10 @@ def _abstract_model(config: Config, vocab_size: int, padded_vocab_size: int) -> 
                 "annotate it: nnx.Param(value, out_sharding=(...))"
             )
         axes[name] = tuple(names)
-    return structure, nnx.to_pure_dict(params), axes
+    stored = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, config.precision.parameters), nnx.to_pure_dict(params)
+    )
+    return structure, stored, axes
 
 
 def _place(
@@ -224,9 +257,11 @@ def _rules(config: Config, sizes: Mapping[str, int]) -> tuple[ShardingRules, lis
         "layers": (), "vocab": tensor, "positions": (), "heads": tensor, "kv_heads": kv_heads, "head_dim": (),
         "mlp": tensor, "norm": (), "vector": (),
     }  # fmt: skip
-    stored = weights | {"embed": ("fsdp",)}
+    # ZeRO: stage 1 splits the optimizer's state, 2 gradients too, 3 parameters too.
+    whole, split = weights | {"embed": ()}, weights | {"embed": ("fsdp",)}
+    optimizer, gradients, params = (split if config.parallel.zero_stage >= stage else whole for stage in (1, 2, 3))
     used = weights | {"embed": (), "batch": BATCH_AXES, "sequence": ("context",), "residual_sequence": residual}
-    return ShardingRules(params=stored, activations=used, optimizer=stored, gradients=stored), notes
+    return ShardingRules(params=params, activations=used, optimizer=optimizer, gradients=gradients), notes
 
 
 def _vocabulary(config: Config, tokenizer_size: int) -> tuple[int, list[str]]:
@@ -254,43 +289,3 @@ def _attention(config: Config, platform: str) -> tuple[str, str]:
         softcap=getattr(model, "attention_softcap", 0.0) or None,
     )
     return kernel, f"attention: {kernel} ({reason})"
-
-
-def _check_supported(sizes: Mapping[str, int]) -> None:
-    for axis in ("pipe", "expert", "context"):
-        if sizes[axis] != 1:
-            raise ValueError(
-                f"parallel.{axis}={sizes[axis]}: this version of jaxpar splits work over data, fsdp and tensor only; "
-                f"set parallel.{axis}=1"
-            )
-
-
-def _check_divides(config: Config, sizes: Mapping[str, int]) -> None:
-    model = config.model
-    for axis, field in (("tensor", "num_heads"), ("tensor", "mlp_dim"), ("fsdp", "embed_dim")):
-        value = getattr(model, field, None)
-        if value is not None and value % sizes[axis]:
-            legal = ", ".join(str(n) for n in range(1, value + 1) if value % n == 0)
-            raise ValueError(f"parallel.{axis}={sizes[axis]} must divide model.{field}={value}; legal values: {legal}")
-    shards = math.prod(sizes[axis] for axis in BATCH_AXES)
-    split = " × ".join(f"{axis}={sizes[axis]}" for axis in BATCH_AXES if sizes[axis] > 1)
-    for key, value in (
-        ("train.batch_size", config.train.batch_size),
-        ("evaluation.batch_size", config.evaluation.batch_size or config.train.batch_size),
-    ):
-        if value % shards:
-            raise ValueError(
-                f"{key}={value} must divide by {split} = {shards}, the devices that share the batch; "
-                f"nearest legal values: {_nearest_multiples(value, shards)}"
-            )
-    length = config.data.sequence_length
-    if config.parallel.sequence_parallel and length % sizes["tensor"]:
-        raise ValueError(
-            f"data.sequence_length={length} must divide by parallel.tensor={sizes['tensor']} with "
-            f"parallel.sequence_parallel; nearest legal values: {_nearest_multiples(length, sizes['tensor'])}"
-        )
-
-
-def _nearest_multiples(value: int, factor: int) -> str:
-    below = value - value % factor
-    return ", ".join(str(number) for number in (below, below + factor) if number)

@@ -4,32 +4,41 @@ Each wrapper takes a function and returns one, and is the identity when off. The
 
 1. `token_loss`: model and cross-entropy, a **sum** over valid tokens (remat happens inside, a layer at a time)
 2. `in_compute_dtype`: weights cast before they are used, gradients back in the parameters' dtype
-3. `loss_and_gradients`: the derivative, divided **once** by the global number of valid tokens
-4. `clipped`: gradients scaled down to the largest global norm
-5. the optimizer's update
+3. `loss_gradients`: the derivative of the weighted loss
+4. `accumulated`: the same, a microbatch at a time
+5. `reduced_once`: the same on each device's part of the batch, with one reduction at the end
+6. `mean_over_tokens`: the weight, which divides **once** by the global number of valid tokens; the loss scale
+7. `clipped`: gradients scaled down to the largest global norm; the first one that is not finite
+8. `updated`: the optimizer, the moving average; nothing but the guard changes at a step that is not finite
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
-from jaxpar.optim import learning_rates, make_optimizer, make_schedule
+from jaxpar.optim import Optimizer, learning_rates, make_schedule
+from jaxpar.parallel.accumulation import accumulated
 from jaxpar.parallel.loss import LossSettings, LossSums, cross_entropy
+from jaxpar.parallel.reduction import on_own_batch, summed_over_devices
 from jaxpar.plan import Plan
-from jaxpar.precision import in_compute_dtype
-from jaxpar.state import TrainState, state_shardings
+from jaxpar.precision import in_compute_dtype, next_guard
+from jaxpar.state import TrainState, guard_rules, optimizer_of, state_shardings
 
-__all__ = ["Batch", "Step", "abstract_batch", "clipped", "loss_and_gradients", "make_gradients", "token_loss"]
+__all__ = ["Batch", "Step", "abstract_batch", "dropout_keys", "make_gradients", "token_loss"]
 
 Batch = Mapping[str, jax.Array]
 Params = Any
+Metrics = dict[str, jax.Array]
 Loss = Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, LossSums]]
-Gradients = Callable[[Params, Batch, jax.Array | None], tuple[Params, dict[str, jax.Array]]]
-
+WeightedGradients = Callable[[Params, Batch, jax.Array | None, jax.Array], tuple[Params, Metrics]]
+"""`(params, batch, a dropout key for each sequence, weight of the loss) -> (gradients, sums over valid tokens)`."""
+Gradients = Callable[[Params, Batch, jax.Array | None, jax.Array | None], tuple[Params, Metrics]]
+"""`(params, batch, a dropout key for each sequence, loss scale) -> (mean gradients in float32, metrics)`."""
 
 _BATCH_DTYPES = {
     "tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "segment_ids": jnp.int32, "loss_mask": jnp.bool_
@@ -56,19 +65,19 @@ class Step:
         config = plan.config
         schedule = make_schedule(config.schedule, config.optimizer.learning_rate, config.train.num_steps)
         self.schedule = learning_rates(config.optimizer, schedule)
-        self.optimizer = make_optimizer(config.optimizer, schedule, plan.axes, seed=config.run.seed)
+        self.optimizer = optimizer_of(plan)
         self.shardings = state_shardings(plan, self.optimizer)
         gradients = make_gradients(plan)
+        update = _make_update(plan, self.optimizer)
         evaluation_loss = in_compute_dtype(
             token_loss(plan, LossSettings(chunk_tokens=config.loss.chunk_tokens)), config.precision.compute, plan.axes
         )
 
-        def train(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-            key = jax.random.fold_in(jax.random.key(config.run.seed), state.step)
-            grads, metrics = gradients(state.params, batch, key)
-            params, optimizer_state = self.optimizer.apply(grads, state.optimizer, state.params)
-            metrics["learning_rate"] = jnp.asarray(self.schedule(state.step), jnp.float32)
-            return TrainState(state.step + 1, params, optimizer_state), metrics
+        def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            scale = None if state.guard is None else state.guard.scale
+            grads, metrics = gradients(state.params, batch, dropout_keys(plan, state.step), scale)
+            metrics["learning_rate"] = jnp.asarray(self.schedule(state.num_updates), jnp.float32)
+            return update(state, grads, metrics)
 
         def evaluate(params: Params, batch: Batch, byte_lengths: jax.Array) -> dict[str, jax.Array]:
             _, sums = evaluation_loss(params, batch, None)
@@ -85,29 +94,36 @@ class Step:
         )
         self.evaluate = jax.jit(
             evaluate,
-            in_shardings=(self.shardings.params, batch_shardings, plan.replicated),
+            in_shardings=(self.shardings.evaluated(config), batch_shardings, plan.replicated),
             out_shardings=plan.replicated,
         )
 
 
 def make_gradients(plan: Plan) -> Gradients:
-    """Wrappers 1 to 4: `(params, batch, dropout key) -> (clipped gradients, metrics)`."""
+    """Wrappers 1 to 7: `(params, batch, dropout keys, loss scale) -> (clipped gradients, metrics)`."""
     config = plan.config
     settings = LossSettings(config.loss.z_loss, config.loss.label_smoothing, config.loss.chunk_tokens)
     loss = token_loss(plan, settings)
     loss = in_compute_dtype(loss, config.precision.compute, plan.axes)
-    return clipped(loss_and_gradients(loss), config.train.max_grad_norm)
+    weighted = accumulated(loss_gradients(loss), config.train.microbatches, plan.by_path, plan.axes)
+    return clipped(mean_over_tokens(reduced_once(weighted, plan)), config.train.max_grad_norm)
+
+
+def dropout_keys(plan: Plan, step: jax.Array | int) -> jax.Array:
+    """A key for each sequence of the batch, a pure function of the seed, the step and its place in the batch."""
+    key = jax.random.fold_in(jax.random.key(plan.config.run.seed), step)
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(plan.config.train.batch_size))
 
 
 def token_loss(plan: Plan, settings: LossSettings) -> Loss:
     """The model's loss summed over the batch's valid tokens."""
     with_segments = plan.config.data.document_boundaries == "respect"
 
-    def loss(params: Params, batch: Batch, dropout_key: jax.Array | None) -> tuple[jax.Array, LossSums]:
+    def loss(params: Params, batch: Batch, keys_B: jax.Array | None) -> tuple[jax.Array, LossSums]:
         model = nnx.merge(plan.structure, params)
         segment_ids = batch["segment_ids"] if with_segments else None
         inputs = {"tokens": batch["tokens"], "positions": batch["positions"], "segment_ids": segment_ids}
-        prediction = model(inputs, dropout_key=dropout_key)
+        prediction = model(inputs, dropout_keys=keys_B)
         if isinstance(prediction, jax.Array) and prediction.shape[-1] != plan.vocab_size:
             raise ValueError(
                 f"the model returns {prediction.shape[-1]} logits a token for a vocabulary of {plan.vocab_size}; "
@@ -119,27 +135,100 @@ def token_loss(plan: Plan, settings: LossSettings) -> Loss:
     return loss
 
 
-def loss_and_gradients(loss: Loss) -> Gradients:
-    """Gradients of the mean loss over the global batch's valid tokens, and metrics."""
-    derivative = jax.grad(loss, has_aux=True)
+def loss_gradients(loss: Loss) -> WeightedGradients:
+    """Gradients of `weight` times the loss, and the sums, unweighted."""
 
-    def gradients(params: Params, batch: Batch, key: jax.Array | None) -> tuple[Params, dict[str, jax.Array]]:
-        grads, sums = derivative(params, batch, key)
-        tokens = batch["loss_mask"].sum()
-        scale = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
-        grads = jax.tree.map(lambda gradient: gradient * scale, grads)
-        return grads, {"loss": sums.negative_log_likelihood * scale, "objective": sums.loss * scale, "tokens": tokens}
+    def gradients(params: Params, batch: Batch, keys_B: jax.Array | None, weight: jax.Array) -> tuple[Params, Metrics]:
+        def weighted(params: Params) -> tuple[jax.Array, LossSums]:
+            total, sums = loss(params, batch, keys_B)
+            return weight * total, sums
+
+        grads, sums = jax.grad(weighted, has_aux=True)(params)
+        return grads, {"loss": sums.negative_log_likelihood, "objective": sums.loss}
 
     return gradients
 
 
-def clipped(gradients: Gradients, max_norm: float) -> Gradients:
-    """Gradients scaled to a global norm of at most `max_norm`; the norm before is reported as `grad_norm`."""
+def reduced_once(gradients: WeightedGradients, plan: Plan) -> WeightedGradients:
+    """`gradients` by each device on its own part of the batch along `plan.deferred_axes`, and one sum at the end."""
+    axes, parallel = plan.deferred_axes, plan.config.parallel
+    if not axes:
+        return gradients
 
-    def clipped_gradients(params: Params, batch: Batch, key: jax.Array | None) -> tuple[Params, dict[str, jax.Array]]:
-        grads, metrics = gradients(params, batch, key)
-        norm = optax.tree.norm(grads)
-        scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12))
-        return jax.tree.map(lambda gradient: gradient * scale, grads), metrics | {"grad_norm": norm}
+    def once(params: Params, batch: Batch, keys_B: jax.Array | None, weight: jax.Array) -> tuple[Params, Metrics]:
+        own = on_own_batch(lambda whole, split: gradients(whole[0], split[0], split[1], whole[1]), axes)
+        stacked, sums = own((params, weight), (batch, keys_B))
+        grads = summed_over_devices(
+            plan.by_path(stacked), axes, plan.axes, plan.rules.optimizer,
+            dtype=plan.config.precision.reduction, bucket_bytes=parallel.bucket_bytes,
+        )  # fmt: skip
+        return plan.as_params(grads), jax.tree.map(lambda parts: parts.sum(0), sums)
+
+    return once
+
+
+def mean_over_tokens(gradients: WeightedGradients) -> Gradients:
+    """Gradients of the mean loss over the global batch's valid tokens, free of the loss scale, and metrics."""
+
+    def mean(params: Params, batch: Batch, keys_B: jax.Array | None, scale: jax.Array | None) -> tuple[Params, Metrics]:
+        tokens = batch["loss_mask"].sum()
+        share = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
+        grads, sums = gradients(params, batch, keys_B, share if scale is None else share * scale)
+        unscaled = (lambda g: g) if scale is None else (lambda g: g / scale)
+        grads = jax.tree.map(lambda gradient: unscaled(gradient.astype(jnp.float32)), grads)
+        return grads, {name: value * share for name, value in sums.items()} | {"tokens": tokens}
+
+    return mean
+
+
+def clipped(gradients: Gradients, max_norm: float) -> Gradients:
+    """Gradients scaled to a global norm of at most `max_norm`.
+
+    Reported are the norm before, `grad_norm`, and `nonfinite`: the place (in the order of `Plan.parameters`) of the
+    first parameter whose gradient is not finite, the number of parameters if only the loss is not, -1 if all are.
+    """
+
+    def clipped_gradients(
+        params: Params, batch: Batch, keys_B: jax.Array | None, scale: jax.Array | None
+    ) -> tuple[Params, Metrics]:
+        grads, metrics = gradients(params, batch, keys_B, scale)
+        squares = jnp.stack([jnp.sum(jnp.square(gradient)) for gradient in jax.tree.leaves(grads)])
+        norm = jnp.sqrt(squares.sum())
+        failed = ~jnp.isfinite(jnp.append(squares, metrics["objective"]))
+        metrics |= {"grad_norm": norm, "nonfinite": jnp.where(failed.any(), jnp.argmax(failed), -1)}
+        factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12))
+        return jax.tree.map(lambda gradient: gradient * factor, grads), metrics
 
     return clipped_gradients
+
+
+def _make_update(
+    plan: Plan, optimizer: Optimizer
+) -> Callable[[TrainState, Params, Metrics], tuple[TrainState, Metrics]]:
+    """Wrapper 8."""
+    decay = plan.config.train.ema_decay
+    rules = guard_rules(plan.config)
+
+    def updated(state: TrainState, grads: Params, accept: jax.Array | None) -> TrainState:
+        grads = plan.constrained(grads, plan.rules.optimizer)
+        shards = plan.constrained(state.params, plan.rules.optimizer)
+        params, optimizer_state = optimizer.apply(grads, state.optimizer, shards, accept)
+        params = plan.constrained(params, plan.rules.optimizer)
+        ema = state.ema
+        if ema is not None:
+            ema = jax.tree.map(lambda mean, new: decay * mean + (1 - decay) * new.astype(jnp.float32), ema, params)
+            ema = ema if accept is None else jax.tree.map(partial(jnp.where, accept), ema, state.ema)
+        return replace(state, step=state.step + 1, params=params, optimizer=optimizer_state, ema=ema)
+
+    def guarded(state: TrainState, grads: Params, metrics: Metrics) -> tuple[TrainState, Metrics]:
+        if rules is None:
+            return updated(state, grads, None), metrics
+        assert state.guard is not None
+        is_finite = metrics["nonfinite"] < 0
+        guard = next_guard(state.guard, is_finite, rules)
+        metrics = metrics | {"skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
+        if guard.scale is not None:
+            metrics["loss_scale"] = state.guard.scale
+        return replace(updated(state, grads, is_finite), guard=guard), metrics
+
+    return guarded

@@ -103,7 +103,7 @@ def _sample(plan: Plan, tokenizer: Tokenizer, state: TrainState, prompt: Sequenc
     evaluation = plan.config.evaluation
     tokens = continue_tokens(
         plan,
-        state.params,
+        state.evaluated(plan.config),
         prompt,
         num_tokens=evaluation.sample_tokens,
         temperature=evaluation.sample_temperature,

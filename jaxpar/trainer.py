@@ -32,7 +32,8 @@ from jaxpar.step import Step
 __all__ = ["Start", "Trainer", "evaluate", "find_start"]
 
 _MAY_CHANGE = ("parallel", "logging", "hardware", "runtime", "checkpoint", "evaluation", "kernels", "remat", "run.dir",
-               "train.num_steps", "data.cache_dir", "data.prefetch", "loss.chunk_tokens")  # fmt: skip
+               "train.num_steps", "train.microbatches", "train.max_skipped", "data.cache_dir", "data.prefetch",
+               "loss.chunk_tokens")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -250,10 +251,11 @@ class Trainer:
         step, on_device = pending
         config = self.plan.config
         values: dict[str, Any] = {name: value.item() for name, value in jax.device_get(on_device).items()}
+        failed, in_a_row = values.pop("nonfinite"), values.pop("skipped_in_a_row", None)
         meter.synchronised(step, time.monotonic())
         values["tokens"] = step * config.train.batch_size * config.data.sequence_length
-        finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
-        if step % config.logging.every_steps == 0 or step == config.train.num_steps or not finite:
+        ends = failed >= 0 and (in_a_row is None or in_a_row >= config.train.max_skipped)
+        if step % config.logging.every_steps == 0 or step == config.train.num_steps or ends:
             rates = meter.take()
             if rates is not None:
                 values |= rates.values()
@@ -262,18 +264,37 @@ class Trainer:
             for writer in self._writers:
                 writer.write(step, values)
             progress.update(step, values)
-        if not finite:
-            saved = self.checkpoints.newest_step
-            newest = "there is no checkpoint" if saved is None else f"the newest checkpoint is of step {saved}"
-            raise FloatingPointError(
-                f"step {step}: the loss is {values['loss']:g} and the gradient's norm {values['grad_norm']:g}, so the "
-                f"parameters are lost and not saved; {newest}. A lower optimizer.learning_rate, more "
-                "schedule.warmup_steps or precision.compute=float32 may help, in another run.dir"
-            )
+        if ends:
+            raise FloatingPointError(self._why_it_ends(step, values, failed))
+        if failed >= 0:
+            progress.message(f"step {step} is skipped: {self._what_failed(failed)} is not finite{_scale_of(values)}")
+
+    def _what_failed(self, index: int) -> str:
+        parameters = self.plan.parameters
+        return "the loss" if index == len(parameters) else f"the gradient of {parameters[index].path}"
+
+    def _why_it_ends(self, step: int, values: Mapping[str, Any], failed: int) -> str:
+        saved = self.checkpoints.newest_step
+        newest = "there is no checkpoint" if saved is None else f"the newest checkpoint is of step {saved}"
+        what = (
+            f"step {step}: {self._what_failed(failed)} is not finite (loss {values['loss']:g}, norm of the gradient "
+            f"{values['grad_norm']:g}{_scale_of(values)})"
+        )
+        if "skipped" in values:
+            at = " at the smallest loss scale" if "loss_scale" in values else ""
+            what += f", nor was one of the last train.max_skipped={self.plan.config.train.max_skipped} steps{at}"
+        else:
+            what += ", so the parameters are lost and not saved"
+        return (
+            f"{what}; {newest}. A lower optimizer.learning_rate, more schedule.warmup_steps or "
+            "precision.compute=float32 may help, in another run.dir"
+        )
 
     def _evaluate(self, step: int, state: TrainState, progress: Progress, stop: Callable[[], bool]) -> bool:
         """Evaluates, shows and writes; False if `stop` came first."""
-        values = evaluate(self.plan, self.step, state.params, self.corpus, self._byte_lengths, stop)
+        values = evaluate(
+            self.plan, self.step, state.evaluated(self.plan.config), self.corpus, self._byte_lengths, stop
+        )
         if values is None:
             return False
         if values:
@@ -334,6 +355,10 @@ def _to_devices(rows: Batch, plan: Plan) -> dict[str, jax.Array]:
     """Global arrays of this process's rows; the transfer goes on while the caller does."""
     make = partial(jax.make_array_from_process_local_data, plan.batch_sharding)
     return {name: make(array) for name, array in cast(dict[str, np.ndarray], rows).items()}
+
+
+def _scale_of(values: Mapping[str, Any]) -> str:
+    return f", loss scale {values['loss_scale']:g}" if "loss_scale" in values else ""
 
 
 def _has_evaluation(path: Path, step: int) -> bool:

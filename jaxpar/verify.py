@@ -25,7 +25,8 @@ from jaxpar.config import Config
 from jaxpar.data import declared_vocab_size
 from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes
 from jaxpar.plan import Plan, make_plan
-from jaxpar.step import make_gradients
+from jaxpar.state import guard_rules
+from jaxpar.step import dropout_keys, make_gradients
 
 __all__ = ["Difference", "differences", "loss_and_gradients_of", "main", "synthetic_batch"]
 
@@ -114,16 +115,21 @@ def loss_and_gradients_of(plan: Plan, batch: Mapping[str, np.ndarray]) -> dict[s
     with plan.execution.active(), jax.default_matmul_precision("highest"):
         params = jax.jit(plan.make_params, out_shardings=plan.param_shardings)()
         on_device = {name: jax.device_put(rows, plan.batch_sharding) for name, rows in batch.items()}
-        key = jax.random.key(plan.config.run.seed)
-        grads, metrics = jax.device_get(program(params, on_device, jax.device_put(key, plan.replicated)))
-    flat = {parameter.path: leaf for parameter, leaf in zip(plan.parameters, jax.tree.leaves(grads), strict=True)}
-    return {"loss": metrics["loss"], **flat, "grad_norm": metrics["grad_norm"]}
+        grads, metrics = jax.device_get(program(params, on_device))
+    return {"loss": metrics["loss"], **plan.by_path(grads), "grad_norm": metrics["grad_norm"]}
 
 
 @lru_cache(maxsize=2)
 def _gradients_program(plan: Plan) -> Callable[..., Any]:
     """The compiled gradients; cached so that they outlive their run, as `jaxpar.sample` says."""
-    return jax.jit(make_gradients(plan), out_shardings=(plan.param_shardings, plan.replicated))
+    gradients = make_gradients(plan)
+    rules = guard_rules(plan.config)
+    scale = None if rules is None or rules.initial is None else rules.start().scale
+
+    def program(params: Any, batch: Mapping[str, jax.Array]) -> Any:
+        return gradients(params, batch, dropout_keys(plan, 0), scale)
+
+    return jax.jit(program, out_shardings=(plan.shardings(plan.rules.optimizer), plan.replicated))
 
 
 def differences(found: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Difference]:

@@ -190,7 +190,7 @@ def test_a_users_model_needs_names_only() -> None:
         (
             {"stateful": True},
             r"^model.name='mine' keeps state that is not an nnx.Param \(calls, rngs/default/count, rngs/default/key\); "
-            r"take randomness from the dropout_key argument and keep no counters",
+            r"take randomness from the dropout_keys argument and keep no counters",
         ),
         ({"names": None}, r"^parameter table \(128, 6\) has no logical axes; annotate it: nnx.Param"),
         ({"names": ("vocab", "width")}, r"^table: unknown logical axis 'width'; the rules know embed, head_dim, "),

@@ -1,6 +1,7 @@
 """Number formats: what the loss sees, what is computed in which format, and what gradients come back as."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jaxpar.config import parse_config
 from jaxpar.parallel.loss import LossSettings
 from jaxpar.plan import Plan, make_plan
 from jaxpar.precision import in_compute_dtype
-from jaxpar.step import abstract_batch, make_gradients, token_loss
+from jaxpar.step import abstract_batch, dropout_keys, make_gradients, token_loss
 
 
 def test_matrices_are_cast_vectors_of_layers_are_not_and_gradients_come_back_in_float32() -> None:
@@ -31,7 +32,8 @@ def test_matrices_are_cast_vectors_of_layers_are_not_and_gradients_come_back_in_
     assert seen == formats | {"layers": formats}
     assert value == 2.0 * (36 + 18 * fine)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}
-    assert in_compute_dtype(loss, "float32", axes) is loss
+    in_compute_dtype(loss, "float32", axes)(params, 2.0)
+    assert set(jax.tree.leaves(seen)) == {"float32"}
 
 
 def _plan(compute: str) -> Plan:
@@ -52,10 +54,11 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 def test_products_are_in_the_compute_format_and_norms_softmax_and_loss_in_float32(compute: str) -> None:
     plan = _plan(compute)
     loss = in_compute_dtype(token_loss(plan, LossSettings()), compute, plan.axes)
-    key = jax.random.key(0)
+    keys = dropout_keys(plan, 0)
     with plan.execution.active():
-        jaxpr = jax.make_jaxpr(loss)(plan.abstract_params, abstract_batch(plan), key)
-        grads, metrics = jax.eval_shape(make_gradients(plan), plan.abstract_params, abstract_batch(plan), key)
+        jaxpr = jax.make_jaxpr(loss)(plan.abstract_params, abstract_batch(plan), keys)
+        gradients = partial(make_gradients(plan), scale=None)
+        grads, metrics = jax.eval_shape(gradients, plan.abstract_params, abstract_batch(plan), keys)
     formats: dict[str, set] = {}
     for equation in _equations(jaxpr):
         formats.setdefault(equation.primitive.name, set()).update(v.aval.dtype.name for v in equation.invars)

@@ -226,10 +226,13 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(config_of: Ca
 
     def spoil(train: Callable[..., Any], state: TrainState, batch: Any) -> Any:
         state, metrics = train(state, batch)
-        return state, metrics | ({"loss": jax.device_put(np.float32(np.nan))} if int(state.step) == 8 else {})
+        failed = {"loss": np.float32(np.nan), "nonfinite": np.int32(len(trainer.plan.parameters))}
+        return state, metrics | (jax.device_put(failed) if int(state.step) == 8 else {})
 
     with (
-        pytest.raises(FloatingPointError, match=r"step 8: the loss is nan .* newest checkpoint is of step 4"),
+        pytest.raises(
+            FloatingPointError, match=r"step 8: the loss is not finite \(loss nan, .* newest checkpoint is of step 4"
+        ),
         opened(config, spoil) as trainer,
     ):
         trainer.run(Screen())

@@ -164,15 +164,14 @@ def _dropout_masks(layout: dict, seed: int) -> np.ndarray:
     inputs = {name: rows[name] for name in ("tokens", "positions", "segment_ids")}
 
     @jax.jit
-    def stream(params: Any, inputs: Any, key: jax.Array) -> jax.Array:
+    def stream(params: Any, inputs: Any, keys_B: jax.Array) -> jax.Array:
         model = nnx.merge(plan.structure, params)
         model.final_norm = lambda x_BTD: x_BTD
-        return model(inputs, dropout_key=key).hidden_BTD
+        return model(inputs, dropout_keys=keys_B).hidden_BTD
 
     with plan.execution.active():
-        total = (
-            np.asarray(stream(params, inputs, jax.random.key(seed))) / 2
-        )  # survivors of a dropout by half are doubled
+        # Survivors of a dropout by half are doubled.
+        total = np.asarray(stream(params, inputs, jax.random.split(jax.random.key(seed), B))) / 2
     masks = total.astype(np.int32)[None] >> np.arange(5)[:, None, None, None] & 1
     np.testing.assert_array_equal((masks << np.arange(5)[:, None, None, None]).sum(0), total)
     return masks.astype(bool)

@@ -148,8 +148,17 @@ class TrainConfig(Section):
     """Optimizer steps."""
     batch_size: Positive = 32
     """Sequences in the global batch, over all devices."""
+    microbatches: Positive = 1
+    """Parts of the batch that are computed one after the other and whose gradients are summed before the update."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this global norm; `inf` switches clipping off."""
+    on_nonfinite: Literal["halt", "skip"] = "halt"
+    """What a loss or gradient that is not finite does without loss scaling: "halt" ends the run, "skip" leaves the
+    parameters and the optimizer as they were and goes on. With loss scaling such a step is always skipped."""
+    max_skipped: Positive = 20
+    """Steps in a row that may be skipped before the run ends; with loss scaling, at the smallest scale."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Decay of an exponential moving average of the parameters, kept in float32; 0 keeps none."""
 
 
 class LossConfig(Section):
@@ -216,25 +225,50 @@ class ParallelConfig(Section):
     data: AxisSize = -1
     """Replicas of the model, each with its part of the batch; -1 on one axis takes the devices that are left."""
     fsdp: AxisSize = 1
-    """Devices that share one replica's parameters and optimizer state, each with its part of the batch (ZeRO-3)."""
+    """Devices that share one replica's state as `parallel.zero_stage` says, each with its part of the batch."""
     expert: AxisSize = 1
     """Devices that share the experts."""
     context: AxisSize = 1
     """Devices that share a sequence."""
     tensor: AxisSize = 1
     """Devices that share each layer's heads, feed-forward width and vocabulary (Megatron)."""
+    zero_stage: Literal[0, 1, 2, 3] = 3
+    """What is split over `fsdp` (ZeRO, Rajbhandari 2020): 0 nothing, 1 the optimizer's state, 2 gradients too, 3
+    parameters too, which are gathered a layer at a time."""
     sequence_parallel: bool = False
     """Split the residual stream's sequence over `tensor` too, so that norms and dropout are not repeated (Korthikanti
     2022)."""
+    bucket_bytes: NonNegative = 33554432
+    """Gradients that are summed after the last microbatch are sent together up to this many bytes."""
     simulated_devices: NonNegative = 0
     """Simulate this many devices on the CPU; 0 uses the devices there are."""
 
 
 class PrecisionConfig(Section):
-    """Number formats. Parameters, norms, softmax and loss are float32."""
+    """Number formats. Norms, softmax and loss are computed in float32, products are summed in it."""
 
-    compute: Literal["float32", "bfloat16"] = "float32"
-    """Format of activations and of the weights that meet them; products are summed in float32."""
+    parameters: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Format in which parameters are kept; "float16" needs `precision.master_weights`."""
+    compute: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Format of activations and of the weights that meet them; "float16" comes with loss scaling."""
+    reduction: Literal["float32", "bfloat16"] = "float32"
+    """Format in which gradients of matrices are summed over devices."""
+    master_weights: bool = False
+    """Keep a float32 copy of 16-bit parameters with the optimizer's state, and update that (Micikevicius 2018)."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How an updated parameter is rounded to bfloat16; "stochastic" rounds up or down at random so that small updates
+    count on average."""
+    loss_scale: Literal["auto", "dynamic"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = "auto"
+    """What the loss is multiplied by before its gradients are taken, which are divided by it after: "dynamic" finds the
+    largest that works, a number is fixed, "auto" is "dynamic" for float16 and none otherwise."""
+    scale_initial: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 65536.0
+    """First value of a dynamic loss scale."""
+    scale_growth_steps: Positive = 2000
+    """Finite steps after which a dynamic loss scale doubles; it halves at one that is not finite."""
+    scale_min: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Smallest value of a dynamic loss scale."""
+    scale_max: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 16777216.0
+    """Largest value of a dynamic loss scale."""
 
 
 class RematConfig(Section):
@@ -264,6 +298,8 @@ class EvaluationConfig(Section):
     """Steps between evaluations; 0 evaluates only at the end."""
     batch_size: NonNegative = 0
     """Sequences evaluated at once, over all devices; 0 takes `train.batch_size`."""
+    parameters: Literal["current", "ema"] = "current"
+    """Which are evaluated and sampled from: those of the last step, or their moving average (`train.ema_decay`)."""
     sample_prompt: str = ""
     """Start of a text that the model continues at the end of the run; empty writes none."""
     sample_tokens: Positive = 100

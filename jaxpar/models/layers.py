@@ -41,14 +41,15 @@ def _zeros(shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
     return _parameter(jnp.zeros(shape, jnp.float32), axes)
 
 
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """`x` with a share `rate` of its entries zeroed and the rest scaled up; the identity without a key.
+def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
+    """`x` [B, ...] with a share `rate` of its entries zeroed and the rest scaled up; the identity without keys.
 
-    The mask depends on the key and on each entry's logical position, not on how `x` is laid out.
+    The mask of a sequence depends on its key and on each entry's place in it, not on how the batch is laid out or cut
+    into microbatches.
     """
-    if key is None or rate == 0.0:
+    if keys_B is None or rate == 0.0:
         return x
-    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, x.shape[1:]))(keys_B)
     return jnp.where(keep, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
 
 

@@ -44,9 +44,9 @@ class Block(nnx.Module):
         rotary: tuple[jax.Array, jax.Array] | None,
         segment_ids_BT: jax.Array | None,
         window: int | None,
-        dropout_key: jax.Array | None,
+        dropout_keys_B: jax.Array | None,
     ) -> jax.Array:
-        keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+        keys = _two(dropout_keys_B)
         x_BTD = checkpoint_name(x_BTD, "layer_input")
         h = checkpoint_name(constrain(self.attention_norm(x_BTD), ("batch", "sequence", "embed")), "attention_norm")
         h = self.attention(h, rotary, segment_ids_BT, window)
@@ -54,9 +54,9 @@ class Block(nnx.Module):
         h = checkpoint_name(constrain(self.mlp_norm(x_BTD), ("batch", "sequence", "embed")), "mlp_norm")
         return self._add(x_BTD, self.mlp(h), self.mlp_post_norm, keys[1])
 
-    def _add(self, x_BTD: jax.Array, h_BTD: jax.Array, post_norm: Norm | None, key: jax.Array | None) -> jax.Array:
+    def _add(self, x_BTD: jax.Array, h_BTD: jax.Array, post_norm: Norm | None, keys_B: jax.Array | None) -> jax.Array:
         h_BTD = h_BTD if post_norm is None else post_norm(h_BTD)
-        return constrain(x_BTD + dropout(h_BTD, self.config.dropout, key), ("batch", "residual_sequence", "embed"))
+        return constrain(x_BTD + dropout(h_BTD, self.config.dropout, keys_B), ("batch", "residual_sequence", "embed"))
 
 
 class Transformer(nnx.Module):
@@ -85,12 +85,12 @@ class Transformer(nnx.Module):
         self.final_norm = Norm(config, dim, "norm")
         self.output = None if config.tied else _output_kernel(config, vocab_size, padded_vocab_size, rngs)
 
-    def __call__(self, inputs: Inputs, *, dropout_key: jax.Array | None = None) -> FactoredLogits:
-        """Predictions for the token after each input token; with a dropout key as in training."""
-        keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+    def __call__(self, inputs: Inputs, *, dropout_keys: jax.Array | None = None) -> FactoredLogits:
+        """Predictions for the token after each input token; with a key for each sequence ([B]) as in training."""
+        keys = _two(dropout_keys)
         return self.head(self.layers(self.embed(inputs, keys[0]), inputs, keys[1]))
 
-    def embed(self, inputs: Inputs, dropout_key: jax.Array | None = None) -> jax.Array:
+    def embed(self, inputs: Inputs, dropout_keys: jax.Array | None = None) -> jax.Array:
         """Token (and position) vectors [B, T, D]."""
         x_BTD = self.embedding(inputs["tokens"])
         if self.config.embed_scale:
@@ -98,9 +98,9 @@ class Transformer(nnx.Module):
         if self.positions is not None:
             x_BTD += lookup(self.positions[...], inputs["positions"], "positions")
         x_BTD = constrain(x_BTD, ("batch", "residual_sequence", "embed"))
-        return constrain(dropout(x_BTD, self.config.dropout, dropout_key), ("batch", "residual_sequence", "embed"))
+        return constrain(dropout(x_BTD, self.config.dropout, dropout_keys), ("batch", "residual_sequence", "embed"))
 
-    def layers(self, x_BTD: jax.Array, inputs: Inputs, dropout_key: jax.Array | None = None) -> jax.Array:
+    def layers(self, x_BTD: jax.Array, inputs: Inputs, dropout_keys: jax.Array | None = None) -> jax.Array:
         """The blocks, one after the other."""
         config = self.config
         rotary = None
@@ -109,11 +109,11 @@ class Transformer(nnx.Module):
         structure, stacked = nnx.split(self.blocks)
 
         def body(layer: nnx.State, x_BTD: jax.Array, extras: tuple, index: jax.Array, slot: int) -> jax.Array:
-            rotary, segment_ids, key = extras
-            layer_key = None if key is None else jax.random.fold_in(key, index)
-            return nnx.merge(structure, layer)(x_BTD, rotary, segment_ids, config.windows[slot] or None, layer_key)
+            rotary, segment_ids, keys = extras
+            layer_keys = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, index)
+            return nnx.merge(structure, layer)(x_BTD, rotary, segment_ids, config.windows[slot] or None, layer_keys)
 
-        extras = (rotary, inputs["segment_ids"], dropout_key)
+        extras = (rotary, inputs["segment_ids"], dropout_keys)
         return scan_layers(body, x_BTD, stacked, extras, num_layers=config.num_layers, period=len(config.windows))
 
     def head(self, x_BTD: jax.Array) -> FactoredLogits:
@@ -121,6 +121,14 @@ class Transformer(nnx.Module):
         hidden_BTD = constrain(self.final_norm(x_BTD), ("batch", "residual_sequence", "embed"))
         kernel_DV = self.embedding.table[...].T if self.output is None else self.output[...]
         return FactoredLogits(hidden_BTD, kernel_DV, self.vocab_size, self.config.logit_softcap or None)
+
+
+def _two(keys_B: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """Two keys from each; nothing from nothing."""
+    if keys_B is None:
+        return None, None
+    pairs = jax.vmap(jax.random.split)(keys_B)
+    return pairs[:, 0], pairs[:, 1]
 
 
 def _position_table(config: TransformerConfig, sequence_length: int, rngs: nnx.Rngs) -> nnx.Param:

@@ -27,12 +27,14 @@ layer as their first dim."""
 class Optimizer(NamedTuple):
     """An update rule. `init(params)` gives the state; `apply(gradients, state, params)` the new parameters and state.
 
+    A fourth argument, a boolean scalar, says whether the update is made: where it is false everything stays as it was.
+
     The state is `{"count": updates made, "arrays": ...}`, the latter the pytree of parameters with a dictionary of
     arrays by role in each one's place. A parameter whose first logical axis is "layers" has arrays with that first dim.
     """
 
     init: Callable[[Params], State]
-    apply: Callable[[Params, State, Params], tuple[Params, State]]
+    apply: Callable[..., tuple[Params, State]]
 
 
 def layers_at_once(update: UpdateLayer, layers: jax.Array, *stacked: Any) -> Any:
@@ -67,7 +69,7 @@ def per_layer(
 
         return {"count": jnp.zeros((), jnp.int32), "arrays": jax.tree_util.tree_map_with_path(init_one, params)}
 
-    def apply(gradients: Params, state: State, params: Params) -> tuple[Params, State]:
+    def apply(gradients: Params, state: State, params: Params, accept: jax.Array | None = None) -> tuple[Params, State]:
         by_path: dict[str, tuple[jax.Array, Arrays, jax.Array]] = {}
 
         def collect(keys: tuple, parameter: jax.Array, gradient: jax.Array, arrays: Arrays) -> None:
@@ -83,7 +85,7 @@ def per_layer(
         new_params: dict[str, jax.Array] = {}
         new_arrays: dict[str, Arrays] = {}
         for num_layers, members in stacks.items():
-            update = _update_of_layer(rules, partial(context, num_layers))
+            update = _if_accepted(_update_of_layer(rules, partial(context, num_layers)), accept)
             operands = [{path: by_path[path][part] for path in members} for part in range(3)]
             if num_layers:
                 changed = map_layers(update, jnp.arange(num_layers, dtype=jnp.int32), *operands)
@@ -91,7 +93,9 @@ def per_layer(
                 changed = update(None, *operands)
             new_params |= changed[0]
             new_arrays |= changed[1]
-        return spread(new_params), {"count": optax.safe_increment(count), "arrays": spread(new_arrays)}
+        next_count = optax.safe_increment(count)
+        next_count = next_count if accept is None else jnp.where(accept, next_count, count)
+        return spread(new_params), {"count": next_count, "arrays": spread(new_arrays)}
 
     return Optimizer(init, apply)
 
@@ -110,6 +114,21 @@ def _update_of_layer(rules: Mapping[str, StoredRule], context: Callable[..., Con
         return {path: new[0] for path, new in changed.items()}, {path: new[1] for path, new in changed.items()}
 
     return update
+
+
+def _if_accepted(update: UpdateLayer, accept: jax.Array | None) -> UpdateLayer:
+    """The choice is made layer by layer, so that it is made where the layer's arrays are when they are updated."""
+
+    def chosen(
+        layer: jax.Array | None,
+        gradients: dict[str, jax.Array],
+        arrays: dict[str, Arrays],
+        parameters: dict[str, jax.Array],
+    ) -> tuple[dict[str, jax.Array], dict[str, Arrays]]:
+        changed = update(layer, gradients, arrays, parameters)
+        return jax.tree.map(partial(jnp.where, accept), changed, (parameters, arrays))
+
+    return update if accept is None else chosen
 
 
 def _context(

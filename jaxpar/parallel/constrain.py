@@ -16,14 +16,23 @@ from jax.sharding import Mesh
 
 from jaxpar.parallel.rules import LogicalAxes, Table, resolve
 
-__all__ = ["Execution", "constrain", "constrain_gradient", "current_execution", "num_shards"]
+__all__ = [
+    "Execution",
+    "automatic",
+    "constrain",
+    "constrain_gradient",
+    "current_execution",
+    "num_shards",
+    "reduction_format",
+]
 
 
 @dataclass(frozen=True, eq=False)
 class Execution:
     """What the functions that models call need to know of the plan.
 
-    `remat` wraps the body of one layer (the identity keeps every activation). `float32_products` asks for matrix
+    `remat` wraps the body of one layer (the identity keeps every activation). `reduction` is the format in which
+    weights' gradients are summed over devices. `float32_products` asks for matrix
     products of 16-bit operands in float32 before they are rounded; `transposed_weight_gradients` writes weight
     gradients on transposed operands: on some backends either decides the speed by factors, on none the mathematics.
     """
@@ -35,6 +44,7 @@ class Execution:
     unroll_layers: bool = False
     attention: str = "reference"
     attention_block: int = 512
+    reduction: str = "float32"
     float32_products: bool = False
     transposed_weight_gradients: bool = False
 
@@ -62,7 +72,21 @@ def num_shards(axis: str) -> int:
     execution = current_execution()
     if execution.mesh is None:
         return 1
-    return math.prod(execution.mesh.shape[mesh_axis] for mesh_axis in execution.activations[axis])
+    return math.prod(execution.mesh.shape[mesh_axis] for mesh_axis in automatic(execution.activations)[axis])
+
+
+def automatic(table: Table) -> Table:
+    """`table` without the mesh axes that are manual in the current shard_map: there, arrays are local already."""
+    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+    if not manual:
+        return table
+    return {name: tuple(axis for axis in mesh_axes if axis not in manual) for name, mesh_axes in table.items()}
+
+
+def reduction_format() -> str:
+    """The format in which a weight's gradient is summed over the devices that share the batch; where none do (or where
+    their sum is taken later), float32."""
+    return current_execution().reduction if num_shards("batch") > 1 else "float32"
 
 
 def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
@@ -86,7 +110,4 @@ def _constrain_by(x: jax.Array, axes: LogicalAxes, table: Table) -> jax.Array:
     mesh = current_execution().mesh
     if mesh is None:
         return x
-    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
-    if manual:
-        table = {name: tuple(axis for axis in mesh_axes if axis not in manual) for name, mesh_axes in table.items()}
-    return jax.lax.with_sharding_constraint(x, resolve("activation", x.shape, axes, table, mesh.shape).spec)
+    return jax.lax.with_sharding_constraint(x, resolve("activation", x.shape, axes, automatic(table), mesh.shape).spec)

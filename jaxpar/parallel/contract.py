@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.constrain import constrain, constrain_gradient, current_execution
+from jaxpar.parallel.constrain import constrain, constrain_gradient, current_execution, reduction_format
 from jaxpar.parallel.rules import LogicalAxes
 
 __all__ = ["contract"]
@@ -61,9 +61,10 @@ def _backward(
     terms, result = equation.split("->")
     x_term, kernel_term = terms.split(",")
     dx = _product(f"{result},{kernel_term}->{x_term}", dy, fuse(*_usable(kernels, axes)), x.dtype)
-    # Float32 until it is reduced over the devices that share the batch.
-    unfuse = jax.linear_transpose(fuse, *(jax.ShapeDtypeStruct(kernel.shape, jnp.float32) for kernel in kernels))
-    dkernels = unfuse(_weight_gradient(x_term, result, kernel_term, x, dy))
+    # In the format of the reduction until it is reduced over the devices that share the batch.
+    gradient = _weight_gradient(x_term, result, kernel_term, x, dy)
+    unfuse = jax.linear_transpose(fuse, *(jax.ShapeDtypeStruct(kernel.shape, gradient.dtype) for kernel in kernels))
+    dkernels = unfuse(gradient)
     reduced = (constrain_gradient(dkernel, names) for dkernel, names in zip(dkernels, axes, strict=True))
     return dx, tuple(dkernel.astype(kernel.dtype) for dkernel, kernel in zip(reduced, kernels, strict=True))
 
@@ -81,8 +82,8 @@ def _product(equation: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax
 
 
 def _weight_gradient(x_term: str, y_term: str, kernel_term: str, x: jax.Array, dy: jax.Array) -> jax.Array:
-    """Σ over the shared (batch) dims of x ⊗ dy, float32, in the layout of the kernel."""
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    """Σ over the shared (batch) dims of x ⊗ dy, summed in float32 on each device, in the layout of the kernel."""
+    product = partial(jnp.einsum, preferred_element_type=reduction_format())
     if not current_execution().transposed_weight_gradients:
         return product(f"{x_term},{y_term}->{kernel_term}", x, dy)
     shared = [index for index in x_term if index in y_term]

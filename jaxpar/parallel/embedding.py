@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.constrain import Execution, current_execution
+from jaxpar.parallel.constrain import Execution, current_execution, reduction_format
 from jaxpar.parallel.manual import active_axes, axis_index, device_by_device, reduced, spec_of
 
 __all__ = ["lookup"]
@@ -70,7 +70,7 @@ def _backward(rows: str, residuals: tuple[jax.Array, jax.Array], dx_BTD: jax.Arr
 
     def local(indices_BT: jax.Array, dx_BTD: jax.Array) -> jax.Array:
         dtable_VD = _summed_rows(num_rows, indices_BT, dx_BTD, split)
-        return reduced(dtable_VD, tokens, scatter, dim=1)
+        return reduced(dtable_VD.astype(reduction_format()), tokens, scatter, dim=1)
 
     dtable_VD = device_by_device(
         execution,

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.parallel.constrain import Execution, current_execution
+from jaxpar.parallel.constrain import Execution, current_execution, reduction_format
 from jaxpar.parallel.manual import active_axes, axis_index, device_by_device, reduced, spec_of
 
 __all__ = ["FactoredLogits", "LossSettings", "LossSums", "cross_entropy"]
@@ -104,16 +104,17 @@ def _factored(
 
 def _factored_forward(
     head: _Head, hidden_BTD: jax.Array, kernel_DV: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array
-) -> tuple[Sums, tuple[jax.Array, jax.Array]]:
+) -> tuple[Sums, tuple[jax.Array, jax.Array, jax.Array]]:
     loss, nll, *gradients = _on_mesh(head, True, hidden_BTD, kernel_DV, targets_BT, mask_BT)
-    return (loss, nll), (gradients[0], gradients[1])
+    return (loss, nll), (gradients[0], gradients[1], jnp.zeros((), kernel_DV.dtype))
 
 
 def _factored_backward(
-    head: _Head, gradients: tuple[jax.Array, jax.Array], cotangents: Sums
+    head: _Head, residuals: tuple[jax.Array, jax.Array, jax.Array], cotangents: Sums
 ) -> tuple[jax.Array, jax.Array, None, None]:
-    dhidden, dkernel = ((cotangents[0] * gradient).astype(gradient.dtype) for gradient in gradients)
-    return dhidden, dkernel, None, None
+    dhidden, dkernel, kernel_format = residuals
+    weight = cotangents[0] / _magnified(dhidden.dtype)
+    return (weight * dhidden).astype(dhidden.dtype), (weight * dkernel).astype(kernel_format.dtype), None, None
 
 
 _factored.defvjp(_factored_forward, _factored_backward)
@@ -205,8 +206,8 @@ def _local_sums(
     assert dhidden is not None
     dhidden_BTD = dhidden.reshape(num_chunks * size, D)[:num_tokens].reshape(B, T, D)
     dhidden_BTD = reduced(dhidden_BTD, axes.vocab, axes.scatter_hidden, dim=1)
-    dkernel_DV = reduced(dkernel_DV, axes.tokens, axes.scatter_kernel, dim=0)
-    return sums[0], sums[1], dhidden_BTD.astype(hidden_BTD.dtype), dkernel_DV.astype(kernel_DV.dtype)
+    dkernel_DV = reduced(dkernel_DV.astype(reduction_format()), axes.tokens, axes.scatter_kernel, dim=0)
+    return sums[0], sums[1], dhidden_BTD.astype(hidden_BTD.dtype), dkernel_DV.astype(jnp.float32)
 
 
 def _chunk(
@@ -234,7 +235,7 @@ def _chunk(
     dz_NV = jnp.where(mask_N[:, None], gradient(), 0.0)
     if head.softcap is not None:
         dz_NV *= 1.0 - jnp.square(capped_NV / head.softcap)
-    dz_NV = dz_NV.astype(hidden_ND.dtype)
+    dz_NV = (dz_NV * _magnified(hidden_ND.dtype)).astype(hidden_ND.dtype)
     assert dkernel_DV is not None
     dkernel_DV += jnp.einsum("nd,nv->dv", hidden_ND, dz_NV, preferred_element_type=jnp.float32)
     dhidden_ND = jnp.einsum("nv,dv->nd", dz_NV, kernel_DV, preferred_element_type=jnp.float32)
@@ -280,6 +281,11 @@ def _token_losses(
         )
 
     return loss, nll, gradient
+
+
+def _magnified(dtype: jnp.dtype) -> float:
+    """The factor of gradients that are kept between the passes: small probabilities vanish in float16 as they are."""
+    return 256.0 if dtype == jnp.float16 else 1.0
 
 
 def _capped(z: jax.Array, softcap: float | None) -> jax.Array:

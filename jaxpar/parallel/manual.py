@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxpar.parallel.constrain import Execution
+from jaxpar.parallel.constrain import Execution, automatic
 from jaxpar.parallel.rules import LogicalAxes, Table, resolve
 
 __all__ = ["active_axes", "axis_index", "device_by_device", "reduced", "spec_of"]
@@ -21,15 +21,15 @@ def device_by_device(execution: Execution, local: Callable, in_specs: Any, out_s
 
 
 def active_axes(execution: Execution, table: Table, name: str) -> tuple[str, ...]:
-    """The mesh axes of size > 1 that `table` gives to the logical axis `name`."""
+    """The mesh axes of size > 1 that `table` gives to the logical axis `name`, less those that are manual already."""
     assert execution.mesh is not None
-    return tuple(axis for axis in table[name] if execution.mesh.shape[axis] > 1)
+    return tuple(axis for axis in automatic(table)[name] if execution.mesh.shape[axis] > 1)
 
 
 def spec_of(execution: Execution, what: str, shape: tuple[int, ...], names: LogicalAxes, table: Table) -> PartitionSpec:
     """The spec of an array by the names of its dims; `what` names it in errors."""
     assert execution.mesh is not None
-    return resolve(what, shape, names, table, execution.mesh.shape).spec
+    return resolve(what, shape, names, automatic(table), execution.mesh.shape).spec
 
 
 def axis_index(axes: tuple[str, ...]) -> jax.Array | int:

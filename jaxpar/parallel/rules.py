@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
-__all__ = ["LogicalAxes", "Resolved", "ShardingRules", "Table", "resolve"]
+__all__ = ["LogicalAxes", "Resolved", "ShardingRules", "Table", "resolve", "resolve_where_it_divides"]
 
 LogicalAxes = tuple[str | None, ...]
 Table = Mapping[str, tuple[str, ...]]
@@ -75,6 +75,21 @@ def resolve(
         for size, mesh_axes in zip(shape, entries, strict=True)
     )
     return Resolved(_spec(entries), local_shape, _reason(axes, entries, table))
+
+
+def resolve_where_it_divides(
+    path: str, shape: Sequence[int], axes: LogicalAxes, table: Table, mesh_shape: Mapping[str, int]
+) -> Resolved:
+    """Like `resolve`, but a dim that does not divide stays whole: for small arrays that no rule was made for.
+
+    >>> resolve_where_it_divides("scales", (6,), ("mlp",), {"mlp": ("tensor",)}, {"tensor": 4}).local_shape
+    (6,)
+    """
+    fits = [
+        name if size % math.prod(mesh_shape[axis] for axis in _lookup(path, name, table)) == 0 else None
+        for size, name in zip(shape, axes, strict=True)
+    ]
+    return resolve(path, shape, tuple(fits), table, mesh_shape)
 
 
 def _lookup(path: str, name: str | None, table: Table) -> tuple[str, ...]:

@@ -82,10 +82,11 @@ def test_rotation_turns_pairs_and_scores_depend_on_distance_only() -> None:
 
 
 def test_dropout_zeroes_its_share_scales_the_rest_and_is_off_without_a_key() -> None:
-    x = jnp.ones((64, 64))
+    x, keys_B = jnp.ones((64, 64)), jax.random.split(jax.random.key(0), 64)
     assert dropout(x, 0.25, None) is x
-    assert dropout(x, 0.0, jax.random.key(0)) is x
-    y = np.asarray(dropout(x, 0.25, jax.random.key(0)))
+    assert dropout(x, 0.0, keys_B) is x
+    y = np.asarray(dropout(x, 0.25, keys_B))
+    np.testing.assert_array_equal(dropout(x[8:24], 0.25, keys_B[8:24]), y[8:24])
     assert set(np.unique(y)) == {np.float32(0.0), np.float32(1 / 0.75)}
     assert (y == 0).mean() == pytest.approx(0.25, abs=0.03)
-    assert dropout(x.astype(jnp.bfloat16), 0.25, jax.random.key(0)).dtype == jnp.bfloat16
+    assert dropout(x.astype(jnp.bfloat16), 0.25, keys_B).dtype == jnp.bfloat16

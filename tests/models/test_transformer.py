@@ -205,15 +205,15 @@ def _loss_and_gradients(policy: str = "none", unroll: bool = False, tied: bool =
     inputs = _inputs()
     targets, mask = np.roll(inputs["tokens"], -1, axis=1), np.broadcast_to(np.arange(T) % 3 > 0, (B, T))
 
-    def loss(params: dict, key: jax.Array) -> jax.Array:
-        prediction = nnx.merge(structure, params)(inputs, dropout_key=key)
+    def loss(params: dict, keys_B: jax.Array) -> jax.Array:
+        prediction = nnx.merge(structure, params)(inputs, dropout_keys=keys_B)
         return cross_entropy(prediction, jnp.asarray(targets), jnp.asarray(mask), LossSettings(chunk_tokens=5)).loss
 
     derivative = jax.jit(jax.value_and_grad(loss))
 
     def run(params: dict, seed: int = 3) -> Any:
         with Execution(remat=REMAT_POLICIES[policy], unroll_layers=unroll).active():
-            return jax.device_get(derivative(params, jax.random.key(seed)))
+            return jax.device_get(derivative(params, jax.random.split(jax.random.key(seed), B)))
 
     return run
 

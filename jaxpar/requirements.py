@@ -1,0 +1,94 @@
+"""What a configuration must satisfy across its sections; `make_plan` asks before anything is compiled."""
+
+import math
+from collections.abc import Mapping
+
+from jaxpar.config.schema import Config
+from jaxpar.parallel.mesh import BATCH_AXES
+
+__all__ = ["check_layout", "check_precision"]
+
+
+def check_layout(config: Config, sizes: Mapping[str, int]) -> None:
+    """Raises ValueError if the mesh of `sizes` cannot split what the configuration asks for."""
+    for axis in ("pipe", "expert", "context"):
+        if sizes[axis] != 1:
+            raise ValueError(
+                f"parallel.{axis}={sizes[axis]}: this version of jaxpar splits work over data, fsdp and tensor only; "
+                f"set parallel.{axis}=1"
+            )
+    _check_divides(config, sizes)
+
+
+def check_precision(config: Config) -> None:
+    """Raises ValueError if number formats contradict each other."""
+    precision = config.precision
+    if precision.parameters == "float16" and not precision.master_weights:
+        raise ValueError(
+            'precision.parameters="float16" loses small updates; set precision.master_weights=true, or '
+            'precision.parameters="float32" with precision.compute="float16", which keeps the master weights themselves'
+        )
+    if precision.master_weights and precision.parameters == "float32":
+        raise ValueError(
+            'precision.master_weights=true copies 16-bit parameters, but precision.parameters="float32", which are '
+            f'master weights already; set precision.master_weights=false, or precision.parameters="{_16_bit(config)}"'
+        )
+    if precision.rounding == "stochastic" and (precision.parameters != "bfloat16" or precision.master_weights):
+        raise ValueError(
+            f'precision.rounding="stochastic" is for parameters kept in bfloat16 alone, not for precision.parameters='
+            f'"{precision.parameters}" with precision.master_weights={str(precision.master_weights).lower()}; '
+            'set precision.rounding="nearest"'
+        )
+    if precision.loss_scale != "auto" and precision.compute != "float16":
+        raise ValueError(
+            f'precision.loss_scale={precision.loss_scale!r} is for precision.compute="float16"; {precision.compute} '
+            'needs none: set precision.loss_scale="auto"'
+        )
+    if not precision.scale_min <= precision.scale_initial <= precision.scale_max:
+        raise ValueError(
+            f"precision.scale_initial={precision.scale_initial:g} must lie between precision.scale_min="
+            f"{precision.scale_min:g} and precision.scale_max={precision.scale_max:g}"
+        )
+    if config.evaluation.parameters == "ema" and not config.train.ema_decay:
+        raise ValueError(
+            'evaluation.parameters="ema" needs a moving average: set train.ema_decay, for example to 0.999, or '
+            'evaluation.parameters="current"'
+        )
+
+
+def _16_bit(config: Config) -> str:
+    return "bfloat16" if config.precision.compute == "float32" else config.precision.compute
+
+
+def _check_divides(config: Config, sizes: Mapping[str, int]) -> None:
+    model = config.model
+    for axis, field in (("tensor", "num_heads"), ("tensor", "mlp_dim"), ("fsdp", "embed_dim")):
+        value = getattr(model, field, None)
+        if value is not None and value % sizes[axis]:
+            legal = ", ".join(str(n) for n in range(1, value + 1) if value % n == 0)
+            raise ValueError(f"parallel.{axis}={sizes[axis]} must divide model.{field}={value}; legal values: {legal}")
+    shards = math.prod(sizes[axis] for axis in BATCH_AXES)
+    split = " × ".join(f"{axis}={sizes[axis]}" for axis in BATCH_AXES if sizes[axis] > 1)
+    number = config.train.microbatches
+    for key, value, parts in (
+        ("train.batch_size", config.train.batch_size, number),
+        ("evaluation.batch_size", config.evaluation.batch_size or config.train.batch_size, 1),
+    ):
+        if value % (shards * parts):
+            factors = [split] * (shards > 1) + [f"train.microbatches={parts}"] * (parts > 1)
+            sharing = ", the devices that share the batch" * (parts == 1)
+            raise ValueError(
+                f"{key}={value} must divide by {' × '.join(factors)} = {shards * parts}{sharing}; "
+                f"nearest legal values: {_nearest_multiples(value, shards * parts)}"
+            )
+    length = config.data.sequence_length
+    if config.parallel.sequence_parallel and length % sizes["tensor"]:
+        raise ValueError(
+            f"data.sequence_length={length} must divide by parallel.tensor={sizes['tensor']} with "
+            f"parallel.sequence_parallel; nearest legal values: {_nearest_multiples(length, sizes['tensor'])}"
+        )
+
+
+def _nearest_multiples(value: int, factor: int) -> str:
+    below = value - value % factor
+    return ", ".join(str(number) for number in (below, below + factor) if number)
