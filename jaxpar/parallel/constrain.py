@@ -26,6 +26,8 @@ class Execution:
     `remat` wraps the body of one layer (the identity keeps every activation). `float32_products` asks for matrix
     products of 16-bit operands in float32 before they are rounded; `transposed_weight_gradients` writes weight
     gradients on transposed operands: on some backends either decides the speed by factors, on none the mathematics.
+    `products` is the format of the operands of `contract`: "compute" (as they come), "float8", or "emulated_float8"
+    (rounded to float8, multiplied as they come).
     """
 
     mesh: Mesh | None = None
@@ -37,6 +39,7 @@ class Execution:
     attention_block: int = 512
     float32_products: bool = False
     transposed_weight_gradients: bool = False
+    products: str = "compute"
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
