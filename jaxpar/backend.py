@@ -4,12 +4,13 @@ The entry points call `prepare` before the first device is touched; importing ja
 """
 
 import os
+import re
 
 import jax
 
 from jaxpar.config.schema import ParallelConfig, RuntimeConfig
 
-__all__ = ["matrix_product_forms", "prepare"]
+__all__ = ["has_float8_products", "matrix_product_forms", "prepare"]
 
 
 def prepare(parallel: ParallelConfig, runtime: RuntimeConfig) -> list[str]:
@@ -56,3 +57,17 @@ def matrix_product_forms(platform: str, compute_dtype: str) -> dict[str, bool]:
         return {"float32_products": False, "transposed_weight_gradients": False}
     newer = jax.__version_info__ >= (0, 11)
     return {"float32_products": compute_dtype == "bfloat16", "transposed_weight_gradients": newer}
+
+
+def has_float8_products(device: jax.Device) -> bool:
+    """Whether the device multiplies float8 e4m3 and e5m2 operands without converting them first.
+
+    NVIDIA GPUs do from compute capability 8.9 (Ada, Hopper, Blackwell), also those of a topology without devices. Of
+    TPUs, v7 is the first for which Google (TPU7x, "Low-precision training with FP8") and JAX's table of TPUs give
+    float8 products a speed of their own; v6e does them at the speed of bfloat16. AMD's capabilities read "gfx942", and
+    the float8 formats of that one are others.
+    """
+    if device.platform == "tpu":
+        return device.device_kind in ("TPU7", "TPU7x")
+    capability = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))
+    return capability is not None and (int(capability[1]), int(capability[2])) >= (8, 9)

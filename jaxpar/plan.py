@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.backend import matrix_product_forms
+from jaxpar.backend import has_float8_products, matrix_product_forms
 from jaxpar.config.schema import Config
 from jaxpar.optim import check_optimizer
 from jaxpar.parallel.attention import choose
@@ -156,6 +156,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     mesh = make_mesh(sizes, devices)
     rules, rule_notes = _rules(config, sizes)
     attention, attention_note = _attention(config, devices[0].platform)
+    products, products_notes = _products(config, devices[0])
     execution = Execution(
         mesh=mesh,
         activations=rules.activations,
@@ -165,6 +166,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
         reduction=config.precision.reduction,
         attention=attention,
         attention_block=config.kernels.attention_block or (128 if devices[0].platform == "cpu" else 512),
+        products=products,
         **matrix_product_forms(devices[0].platform, config.precision.compute),
     )
     structure, abstract_params, axes = _abstract_model(config, vocab_size, padded_vocab_size)
@@ -179,7 +181,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
         structure=structure,
         abstract_params=abstract_params,
         parameters=_place(abstract_params, axes, rules, sizes),
-        notes=(*note, *rule_notes, attention_note),
+        notes=(*note, *rule_notes, attention_note, *products_notes),
     )
 
 
@@ -289,3 +291,25 @@ def _attention(config: Config, platform: str) -> tuple[str, str]:
         softcap=getattr(model, "attention_softcap", 0.0) or None,
     )
     return kernel, f"attention: {kernel} ({reason})"
+
+
+def _products(config: Config, device: jax.Device) -> tuple[str, list[str]]:
+    precision = config.precision
+    if precision.products == "compute":
+        if precision.emulate_float8:
+            raise ValueError(
+                f"precision.emulate_float8=true has nothing to emulate with precision.products={precision.products!r}; "
+                "set precision.products='float8', or precision.emulate_float8=false"
+            )
+        return "compute", []
+    formats = "layers' matrix products: float8 (e4m3, gradients e5m2)"
+    if has_float8_products(device):
+        return "float8", [f"{formats}, which {device.device_kind} multiplies natively"]
+    if precision.emulate_float8:
+        how = f"operands are rounded to float8 and multiplied in {precision.compute}, which is slower"
+        return "emulated_float8", [f"{formats}, emulated on {device.device_kind}: {how}"]
+    raise ValueError(
+        f"precision.products={precision.products!r} needs float8 products, which an NVIDIA GPU of compute capability "
+        f"8.9 or higher and a TPU v7 have and this device ({device.device_kind}) has not; "
+        "set precision.emulate_float8=true to emulate them, or precision.products='compute'"
+    )

@@ -1,8 +1,8 @@
 """`python -m jaxpar.verify CONFIG [KEY=VALUE ...]`: does the configured layout compute what one device computes?
 
 Computes one batch's loss and every gradient, before clipping, on the configured mesh and on a single device (dropout
-on, padding and packed documents included), and compares them parameter by parameter. In bfloat16 an array may differ by
-as much as rounding alone makes it, as one device in bfloat16 differs from the same device in float32.
+on, padding and packed documents included), and compares them parameter by parameter. In bfloat16 or float8 an array may
+differ by as much as rounding alone makes it, as one device in that format differs from the same device in float32.
 
 The model must fit one device; `--scaled-down` verifies a small copy with the same parts, kernels, layout and
 divisibility instead. Exit status: 0 equal, 1 something differs, 2 the configuration is wrong.
@@ -65,7 +65,7 @@ def _verify(config: Config, flags: Collection[str]) -> int:
     batch = synthetic_batch(plan)
     expected = loss_and_gradients_of(reference, batch)
     tolerances = dict.fromkeys(expected, TOLERANCE)
-    if config.precision.compute != "float32":
+    if config.precision.compute != "float32" or config.precision.products != "compute":
         for item in differences(loss_and_gradients_of(_in_float32(reference), batch), expected):
             tolerances[item.name] = max(TOLERANCE, item.relative)
     return _report(plan, differences(loss_and_gradients_of(plan, batch), expected), tolerances)
@@ -75,7 +75,9 @@ def _in_float32(plan: Plan) -> Plan:
     """The same plan without rounding, in plain JAX: attention kernels of a GPU take 16-bit formats only."""
     config = plan.config
     precise = {
-        "precision": config.precision.model_copy(update={"compute": "float32"}),
+        "precision": config.precision.model_copy(
+            update={"compute": "float32", "products": "compute", "emulate_float8": False}
+        ),
         "kernels": config.kernels.model_copy(update={"attention": "blockwise"}),
     }
     return make_plan(config.model_copy(update=precise), list(plan.mesh.devices.flat), plan.vocab_size)
@@ -161,9 +163,10 @@ def _same_shape(*arrays: np.ndarray) -> list[np.ndarray]:
 
 
 def _report(plan: Plan, found: Sequence[Difference], tolerances: Mapping[str, float]) -> int:
-    compute = plan.config.precision.compute
+    products = {"compute": "", "float8": ", float8 products"}[plan.config.precision.products]
+    formats = plan.config.precision.compute + products
     console = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table("what", title=f"Against one device ({compute})", title_justify="left")
+    table = Table("what", title=f"Against one device ({formats})", title_justify="left")
     for name in ("largest entry", "relative difference", "allowed", ""):
         table.add_column(name, justify="right")
     differing = [item for item in found if not item.relative <= tolerances[item.name]]

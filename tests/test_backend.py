@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
-from jaxpar.backend import matrix_product_forms, prepare
+from jaxpar.backend import has_float8_products, matrix_product_forms, prepare
 from jaxpar.config.schema import ParallelConfig, RuntimeConfig
 from jaxpar.parallel.constrain import Execution
 
@@ -71,3 +72,23 @@ def test_forms_of_products_are_for_the_cpu_and_float32_ones_for_16_bits(dtype: s
         form = Execution(**matrix_product_forms(platform, dtype))
         assert not form.float32_products
         assert not form.transposed_weight_gradients
+
+
+@pytest.mark.parametrize(
+    ("device", "has"),
+    [
+        ({"platform": "gpu", "device_kind": "NVIDIA A100-SXM4-80GB", "compute_capability": "8.0"}, False),
+        ({"platform": "gpu", "device_kind": "NVIDIA GeForce RTX 3090", "compute_capability": "8.6"}, False),
+        ({"platform": "gpu", "device_kind": "NVIDIA L4", "compute_capability": "8.9"}, True),
+        ({"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3", "compute_capability": "9.0"}, True),
+        ({"platform": "gpu", "device_kind": "NVIDIA B200", "compute_capability": "10.0"}, True),
+        ({"platform": "gpu", "device_kind": "AMD Instinct MI300X", "compute_capability": "gfx942"}, False),
+        ({"platform": "tpu", "device_kind": "TPU v5"}, False),
+        ({"platform": "tpu", "device_kind": "TPU v6 lite"}, False),
+        ({"platform": "tpu", "device_kind": "TPU7x"}, True),
+        ({"platform": "cpu", "device_kind": "cpu"}, False),
+    ],
+    ids=lambda value: value["device_kind"] if isinstance(value, dict) else "",
+)
+def test_devices_with_float8_products(device: dict, has: bool) -> None:
+    assert has_float8_products(SimpleNamespace(**device)) is has

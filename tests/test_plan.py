@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from pydantic import BaseModel
 
 from jaxpar.config import Config, parse_config
+from jaxpar.config.schema import PrecisionConfig
 from jaxpar.parallel.mesh import BATCH_AXES
 from jaxpar.plan import Plan, make_plan
 
@@ -203,3 +204,45 @@ def test_a_users_model_needs_names_only() -> None:
 def test_a_users_model_that_cannot_be_laid_out_is_refused(values: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _own_plan(**values)
+
+
+def _float8_plan(**precision: Any) -> Plan:
+    config = _config().model_copy(update={"precision": PrecisionConfig(compute="bfloat16", **precision)})
+    return make_plan(config, jax.devices(), VOCAB)
+
+
+def test_float8_products_are_native_where_the_device_has_them_and_emulated_where_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert _float8_plan().execution.products == "compute"
+    emulated = _float8_plan(products="float8", emulate_float8=True)
+    assert emulated.execution.products == "emulated_float8"
+    assert any(
+        "emulated on cpu" in note and "multiplied in bfloat16, which is slower" in note for note in emulated.notes
+    )
+    monkeypatch.setattr("jaxpar.plan.has_float8_products", lambda device: True)
+    for emulate in (False, True):
+        native = _float8_plan(products="float8", emulate_float8=emulate)
+        assert native.execution.products == "float8"
+        assert any("which cpu multiplies natively" in note for note in native.notes)
+
+
+@pytest.mark.parametrize(
+    ("precision", "message"),
+    [
+        (
+            {"products": "float8"},
+            r"^precision\.products='float8' needs float8 products, .* capability 8\.9 .* TPU v7 .*\(cpu\) has not; "
+            r"set precision\.emulate_float8=true .*, or precision\.products='compute'$",
+        ),
+        (
+            {"emulate_float8": True},
+            r"^precision\.emulate_float8=true has nothing to emulate with precision\.products='compute'; "
+            r"set precision\.products='float8', or precision\.emulate_float8=false$",
+        ),
+    ],
+    ids=["no-float8", "nothing-to-emulate"],
+)
+def test_float8_that_cannot_be_is_refused(precision: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _float8_plan(**precision)

@@ -1,5 +1,7 @@
 """Number formats: what the loss sees, what is computed in which format, and what gradients come back as."""
 
+import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -66,3 +68,26 @@ def test_products_are_in_the_compute_format_and_norms_softmax_and_loss_in_float3
     for primitive in ("rsqrt", "exp", "log", "tanh", "cos"):
         assert formats[primitive] == {"float32"}, primitive
     assert {leaf.dtype.name for leaf in jax.tree.leaves((grads, metrics["loss"], metrics["grad_norm"]))} == {"float32"}
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_only_products_with_layers_weights_are_float8_and_gradients_are_e5m2(compute: str) -> None:
+    """Four in a layer and twice as many in its backward pass; attention's and the head's stay as they are."""
+    plan = _plan(compute)
+
+    def products(operands: str) -> Counter:
+        execution = dataclasses.replace(plan.execution, products=operands, float32_products=False)
+        with execution.active():
+            arguments = (plan.abstract_params, abstract_batch(plan), jax.random.key(0))
+            equations = _equations(jax.make_jaxpr(make_gradients(plan))(*arguments))
+        return Counter(
+            (tuple(sorted(v.aval.dtype.name for v in equation.invars)), equation.outvars[0].aval.dtype.name)
+            for equation in equations
+            if equation.primitive.name == "dot_general"
+        )
+
+    plain, rounded = products("compute"), products("float8")
+    forward, backward = ("float8_e4m3fn", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e5m2")
+    # Activations and their gradients are results in the compute format, weights' gradients in float32.
+    assert rounded - plain == Counter([(forward, compute), (backward, compute), (backward, "float32")] * 4)
+    assert plain - rounded == Counter([((compute, compute), compute)] * 8 + [((compute, compute), "float32")] * 4)

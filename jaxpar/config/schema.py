@@ -251,6 +251,12 @@ class PrecisionConfig(Section):
     """Format in which parameters are kept; "float16" needs `precision.master_weights`."""
     compute: Literal["float32", "bfloat16", "float16"] = "float32"
     """Format of activations and of the weights that meet them; "float16" comes with loss scaling."""
+    products: Literal["compute", "float8"] = "compute"
+    """Format of the operands where a layer's weights meet activations: "compute", or "float8" (e4m3, gradients e5m2;
+    each tensor is scaled by its largest entry), which needs an NVIDIA GPU of compute capability 8.9 or a TPU v7."""
+    emulate_float8: bool = False
+    """Where the device has no float8 products, round their operands to float8 and multiply them in the compute format:
+    the same results, slower."""
     reduction: Literal["float32", "bfloat16"] = "float32"
     """Format in which gradients of matrices are summed over devices."""
     master_weights: bool = False

@@ -35,6 +35,8 @@ class Execution:
     weights' gradients are summed over devices. `float32_products` asks for matrix
     products of 16-bit operands in float32 before they are rounded; `transposed_weight_gradients` writes weight
     gradients on transposed operands: on some backends either decides the speed by factors, on none the mathematics.
+    `products` is the format of the operands of `contract`: "compute" (as they come), "float8", or "emulated_float8"
+    (rounded to float8, multiplied as they come).
     """
 
     mesh: Mesh | None = None
@@ -47,6 +49,7 @@ class Execution:
     reduction: str = "float32"
     float32_products: bool = False
     transposed_weight_gradients: bool = False
+    products: str = "compute"
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

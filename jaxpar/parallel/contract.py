@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.parallel.constrain import constrain, constrain_gradient, current_execution, reduction_format
+from jaxpar.parallel.float8 import FORWARD, GRADIENT, Operand, read, read_together, rescaled
 from jaxpar.parallel.rules import LogicalAxes
 
 __all__ = ["contract"]
@@ -26,13 +27,15 @@ def contract(
     axes: Sequence[LogicalAxes],
     fuse: Fuse = lambda kernel: kernel,
 ) -> jax.Array:
-    """`einsum(equation, x, fuse(*kernels))` in x's dtype, summed in float32.
+    """`einsum(equation, x, fuse(*kernels))` in x's dtype, summed in float32; of operands rounded to float8, here and in
+    the backward pass, if the active execution says so.
 
     Args:
       equation: an einsum of two operands, in which every index occurs in two of the three terms.
       x: the activation.
       kernels: stored weights; `axes` has the logical axes of each.
-      fuse: joins several weights into one, so that their input's gradient is one sum and needs one reduction.
+      fuse: rearranges or joins several weights into one, so that their input's gradient is one sum and needs one
+        reduction.
 
     >>> x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
     >>> contract("bd,df->bf", x, [w], [("embed", "mlp")]).shape
@@ -45,13 +48,14 @@ def contract(
 def _contract(
     equation: str, axes: tuple[LogicalAxes, ...], fuse: Fuse, x: jax.Array, kernels: tuple[jax.Array, ...]
 ) -> jax.Array:
-    return _product(equation, x, fuse(*_usable(kernels, axes)), x.dtype)
+    return _forward(equation, axes, fuse, x, kernels)[0]
 
 
 def _forward(
     equation: str, axes: tuple[LogicalAxes, ...], fuse: Fuse, x: jax.Array, kernels: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, tuple]:
-    return _contract(equation, axes, fuse, x, kernels), (x, kernels)
+    operand = read(x, FORWARD)
+    return _product(equation, operand, _usable(kernels, axes, fuse), x.dtype), (operand, kernels)
 
 
 def _backward(
@@ -60,34 +64,44 @@ def _backward(
     x, kernels = residuals
     terms, result = equation.split("->")
     x_term, kernel_term = terms.split(",")
-    dx = _product(f"{result},{kernel_term}->{x_term}", dy, fuse(*_usable(kernels, axes)), x.dtype)
-    # In the format of the reduction until it is reduced over the devices that share the batch.
-    gradient = _weight_gradient(x_term, result, kernel_term, x, dy)
-    unfuse = jax.linear_transpose(fuse, *(jax.ShapeDtypeStruct(kernel.shape, gradient.dtype) for kernel in kernels))
-    dkernels = unfuse(gradient)
+    gradient = read(dy, GRADIENT)
+    dx = _product(f"{result},{kernel_term}->{x_term}", gradient, _usable(kernels, axes, fuse), dy.dtype)
+    # In the format of the reduction until it is reduced over the devices that share the batch; scales come after, or
+    # they would stand between the sum over devices and the slice that make a reduce-scatter.
+    dkernel = _weight_gradient(x_term, result, kernel_term, x, gradient)
+    unfuse = jax.linear_transpose(fuse, *(jax.ShapeDtypeStruct(kernel.shape, dkernel.dtype) for kernel in kernels))
+    dkernels = unfuse(dkernel)
     reduced = (constrain_gradient(dkernel, names) for dkernel, names in zip(dkernels, axes, strict=True))
-    return dx, tuple(dkernel.astype(kernel.dtype) for dkernel, kernel in zip(reduced, kernels, strict=True))
+    return dx, tuple(
+        rescaled(dkernel, x, gradient).astype(kernel.dtype) for dkernel, kernel in zip(reduced, kernels, strict=True)
+    )
 
 
 _contract.defvjp(_forward, _backward)
 
 
-def _usable(kernels: Sequence[jax.Array], axes: Sequence[LogicalAxes]) -> list[jax.Array]:
-    return [constrain(kernel, names) for kernel, names in zip(kernels, axes, strict=True)]
+def _usable(kernels: Sequence[jax.Array], axes: Sequence[LogicalAxes], fuse: Fuse) -> Operand:
+    """The weights gathered and joined; rounded to float8 before they are gathered, so that fewer bytes travel."""
+    values, scale = read_together(kernels, FORWARD)
+    return Operand(fuse(*(constrain(kernel, names) for kernel, names in zip(values, axes, strict=True))), scale)
 
 
-def _product(equation: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    preferred = jnp.float32 if current_execution().float32_products else dtype
-    return jnp.einsum(equation, x, y, preferred_element_type=preferred).astype(dtype)
+def _product(equation: str, x: Operand, y: Operand, dtype: jnp.dtype) -> jax.Array:
+    # A sum of float8 values can exceed float16's range before it is scaled.
+    in_float32 = current_execution().float32_products or (x.scale is not None and dtype == jnp.float16)
+    preferred = jnp.float32 if in_float32 else dtype
+    product = jnp.einsum(equation, x.values, y.values, preferred_element_type=preferred, precision=x.precision)
+    return rescaled(product, x, y).astype(dtype)
 
 
-def _weight_gradient(x_term: str, y_term: str, kernel_term: str, x: jax.Array, dy: jax.Array) -> jax.Array:
-    """Σ over the shared (batch) dims of x ⊗ dy, summed in float32 on each device, in the layout of the kernel."""
-    product = partial(jnp.einsum, preferred_element_type=reduction_format())
+def _weight_gradient(x_term: str, y_term: str, kernel_term: str, x: Operand, dy: Operand) -> jax.Array:
+    """Σ over the shared (batch) dims of x ⊗ dy, not scaled yet, summed in float32 on each device, in the layout of the
+    kernel."""
+    product = partial(jnp.einsum, preferred_element_type=reduction_format(), precision=x.precision)
     if not current_execution().transposed_weight_gradients:
-        return product(f"{x_term},{y_term}->{kernel_term}", x, dy)
+        return product(f"{x_term},{y_term}->{kernel_term}", x.values, dy.values)
     shared = [index for index in x_term if index in y_term]
     rows, columns = ([i for i in term if i not in shared] for term in (x_term, y_term))
-    x_t = jax.lax.optimization_barrier(jnp.einsum(f"{x_term}->{''.join(rows + shared)}", x))
-    dy_t = jnp.einsum(f"{y_term}->{''.join(shared + columns)}", dy)
+    x_t = jax.lax.optimization_barrier(jnp.einsum(f"{x_term}->{''.join(rows + shared)}", x.values))
+    dy_t = jnp.einsum(f"{y_term}->{''.join(shared + columns)}", dy.values)
     return product(f"{''.join(rows + shared)},{''.join(shared + columns)}->{kernel_term}", x_t, dy_t)

@@ -94,14 +94,15 @@ def train(config: Config, devices: list[jax.Device]) -> Trace:
 
 
 @functools.cache
-def one_device(model: str, boundaries: str = "respect") -> Trace:
+def one_device(model: str, boundaries: str = "respect", products: str = "compute") -> Trace:
     data = {"sequence_length": 16, "document_boundaries": boundaries}
-    return train(make_config(model, {}, data=data), jax.devices()[:1])
+    precision = {"products": products, "emulate_float8": products == "float8"}
+    return train(make_config(model, {}, data=data, precision=precision), jax.devices()[:1])
 
 
 @pytest.fixture(scope="session")
 def reference() -> Callable[..., Trace]:
-    """The trace of a model on one device: `reference(model, boundaries="respect")`."""
+    """The trace of a model on one device: `reference(model, boundaries="respect", products="compute")`."""
     return one_device
 
 

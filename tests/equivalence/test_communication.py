@@ -36,7 +36,34 @@ def compiled_traffic(plan) -> tuple[Counter, list]:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_bytes_equal_the_formulas(model, layout, config_for):
-    plan = make_plan(config_for(model, layout), jax.devices(), VOCAB_SIZE)
+    assert_bytes_equal_the_formulas(make_plan(config_for(model, layout), jax.devices(), VOCAB_SIZE))
+
+
+def test_emulated_float8_adds_scalars_only(config_for):
+    """A tensor's scale is one number, however the tensor is split. XLA:CPU may gather rounded weights in float16."""
+    precision = {"products": "float8", "emulate_float8": True}
+    plan = make_plan(config_for("llama", {"fsdp": 4, "tensor": 2}, precision=precision), jax.devices(), VOCAB_SIZE)
+    surplus, _ = compiled_traffic(plan)
+    for item in expected_traffic(plan):
+        surplus[item.axes, item.traffic.kind] -= item.traffic.payload_bytes
+    assert surplus.pop((("fsdp",), "all-gather")) <= 0
+    assert all(0 <= surplus_bytes <= SCALAR_BYTES for surplus_bytes in surplus.values()), surplus
+
+
+def test_native_float8_halves_the_gathers_of_layers_weights(config_for, monkeypatch):
+    """By formula, against bfloat16; XLA:CPU moves float8 as float32."""
+    monkeypatch.setattr("jaxpar.plan.has_float8_products", lambda device: True)
+    gathered = {}
+    for products in ("compute", "float8"):
+        precision = {"compute": "bfloat16", "products": products}
+        plan = make_plan(config_for("llama", {"fsdp": 8}, precision=precision), jax.devices(), VOCAB_SIZE)
+        traffic = {item.purpose: item.traffic.payload_bytes for item in expected_traffic(plan)}
+        gathered[products] = traffic["weights gathered"]
+    elements = sum(parameter.size for parameter in plan.parameters if {"layers", "embed"} <= set(parameter.axes))
+    assert gathered["compute"] - gathered["float8"] == 2 * elements
+
+
+def assert_bytes_equal_the_formulas(plan):
     measured, collectives = compiled_traffic(plan)
     expected: Counter = Counter()
     for item in expected_traffic(plan):
