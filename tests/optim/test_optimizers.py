@@ -52,7 +52,7 @@ CASES: dict[str, OptimizerConfig] = {
     "sgd momentum": SGD(weight_decay=0.1),
     "sgd nesterov": SGD(nesterov=True),
     "adafactor": Adafactor(min_dim_size_to_factor=4, weight_decay=0.1, clipping_threshold=0.8),
-    "adafactor T5": Adafactor(min_dim_size_to_factor=4, momentum=0.9, relative_step=True, learning_rate=0.6),
+    "adafactor T5": Adafactor(min_dim_size_to_factor=8, momentum=0.9, relative_step=True, learning_rate=0.6),
     "adafactor whole": Adafactor(min_dim_size_to_factor=9, parameter_scale=False),
     "sm3 I": SM3(variant="I", momentum=0.0),
     "sm3 II": SM3(weight_decay=0.1),
