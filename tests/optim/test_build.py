@@ -59,6 +59,17 @@ def test_relative_steps_need_a_constant_schedule() -> None:
         check_optimizer(Adafactor(relative_step=True), CosineSchedule(), AXES)
 
 
+@pytest.mark.parametrize("kind", PROPERTIES, ids=lambda kind: kind.__name__)
+def test_without_a_gradient_nothing_moves(kind: Any) -> None:
+    """Rows of an embedding whose tokens have not come yet; 0/0 is 0."""
+    optimizer = make_optimizer(kind(weight_decay=0.0), lambda count: 0.1, {"table": ("embed", "mlp")}, seed=0)
+    start = {"table": jnp.ones((128, 128))}
+    gradient = {"table": jnp.zeros((128, 128))}
+    params, state = jax.jit(optimizer.apply)(gradient, optimizer.init(start), start)
+    np.testing.assert_array_equal(params["table"], start["table"])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
 STACKED = {"blocks/up": ("layers", "embed", "mlp"), "table": ("vocab", "embed")}
 
 

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from jaxpar.config.optimizers import SGD, SM3, Adafactor, AdamW, AdamW8bit, Lion, Muon, OptimizerConfig
 from jaxpar.optim import learning_rates, make_optimizer, state_axes
+from jaxpar.parallel.collectives import parse_collectives
 from jaxpar.parallel.rules import resolve
 
 NUM_STEPS = 4
@@ -317,6 +318,13 @@ def test_steps_on_a_mesh_are_those_of_one_device(name: str, layout: str) -> None
         assert many.state[path].keys() == one.state[path].keys()
         for role, array in one.state[path].items():
             assert_close("", many.state[path][role], array, f"{path} {role}")
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw bfloat16 stochastic", "sgd momentum", "lion"])
+def test_steps_of_single_elements_need_no_communication(name: str) -> None:
+    params, state = run(name, "ZeRO-3").on_devices
+    program = run(name, "ZeRO-3").apply.lower(params, state, params).compile()
+    assert not parse_collectives(program.as_text(), {"fsdp": 2, "tensor": 4})
 
 
 @pytest.mark.parametrize("name", CASES)

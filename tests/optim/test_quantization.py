@@ -1,10 +1,13 @@
 """8-bit codes: what the paper says of their values, rounding to the nearest, and blocks."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxpar.optim.quantization import code_values, dequantized, num_blocks, quantized, zero_code
+from jaxpar.parallel.collectives import parse_collectives
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -79,3 +82,18 @@ def test_a_second_moment_does_not_become_zero() -> None:
 
 def test_a_last_block_may_be_shorter() -> None:
     assert [num_blocks(size, 256) for size in (1, 256, 257)] == [1, 1, 2]
+
+
+def test_blocks_that_lie_on_one_device_need_no_communication() -> None:
+    mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    split = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
+    x = jax.device_put(jax.random.normal(jax.random.key(0), (4, 32)), split)
+
+    def there_and_back(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        codes, scales = quantized(x, 4, signed=True)
+        return codes, scales, dequantized(codes, scales, 4, signed=True)
+
+    program = jax.jit(there_and_back, out_shardings=split)
+    assert not parse_collectives(program.lower(x).compile().as_text(), mesh.shape)
+    for found, expected in zip(program(x), there_and_back(jax.device_get(x)), strict=True):
+        np.testing.assert_array_equal(found, expected)
