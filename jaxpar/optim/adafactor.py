@@ -21,11 +21,6 @@ def adafactor(config: Adafactor, path: str, axes: LogicalAxes) -> Rule:
 
     Vectors, and matrices with few rows or columns, keep the whole second moment instead.
     """
-    second_moment = optax.scale_by_factored_rms(
-        decay_rate=config.decay_exponent,
-        min_dim_size_to_factor=config.min_dim_size_to_factor,
-        epsilon=config.epsilon,
-    )
     clip = optax.clip_by_block_rms(config.clipping_threshold)
     scale = optax.scale_by_param_block_rms(config.min_parameter_scale) if config.parameter_scale else optax.identity()
 
@@ -42,6 +37,13 @@ def adafactor(config: Adafactor, path: str, axes: LogicalAxes) -> Rule:
         weights = parameter if view is None else to_matrix(parameter, view)
         update = gradient if view is None else to_matrix(gradient, view)
         state = _optax_state(arrays, view, weights.shape, context.count)
+        # Optax would factor a bias of two large dims.
+        second_moment = optax.scale_by_factored_rms(
+            factored=view is not None,
+            decay_rate=config.decay_exponent,
+            min_dim_size_to_factor=config.min_dim_size_to_factor,
+            epsilon=config.epsilon,
+        )
         update, state = second_moment.update(update, state, weights)
         update, _ = clip.update(update, optax.EmptyState())
         update, _ = scale.update(context.rate * update, optax.EmptyState(), weights)

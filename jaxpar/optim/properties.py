@@ -42,7 +42,7 @@ class Properties:
     """One optimizer.
 
     `matrix_bytes` is the formula of its state's bytes for an n × m matrix with the default keys; `uses_matrices` says
-    whether a parameter of three dims is seen as a matrix. `arrays(config, path, axes, shape)` are those of one layer.
+    whether it matters which elements share a row or column. `arrays(config, path, axes, shape)` are those of one layer.
     """
 
     reference: str

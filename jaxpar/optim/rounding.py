@@ -24,4 +24,4 @@ def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) >> 16
     rounded = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
-    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+    return jnp.where(jnp.isnan(x), jnp.asarray(jnp.nan, jnp.bfloat16), rounded)

@@ -37,7 +37,7 @@ def sm3(config: SM3, path: str, axes: LogicalAxes) -> Rule:
             squares = jnp.square(to_matrix(gradient, view))
             bounds, new = _bounds(config.variant, squares, arrays["rows"], arrays["columns"])
             sums = from_matrix(bounds, view, parameter.shape)
-        direction = jnp.where(sums > 0, gradient * jax.lax.rsqrt(jnp.where(sums > 0, sums, 1.0)), 0.0)
+        direction = jnp.where(sums > 0, gradient * jax.lax.rsqrt(sums), 0.0)
         if config.momentum:
             direction = config.momentum * arrays["first"] + (1 - config.momentum) * direction
             new["first"] = direction
