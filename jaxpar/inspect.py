@@ -8,6 +8,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -23,7 +24,7 @@ from jaxpar.state import abstract_state
 from jaxpar.step import Step, abstract_batch
 from jaxpar.traffic import ExpectedTraffic, expected_traffic
 
-__all__ = ["compile_step", "main"]
+__all__ = ["abstract_gradients", "compile_step", "main"]
 
 _NO_COMPILE = "--no-compile"
 
@@ -41,6 +42,16 @@ def compile_step(plan: Plan) -> jax.stages.Compiled:
     state = abstract_state(plan, step.optimizer)
     with plan.execution.active():
         return step.train.lower(state, abstract_batch(plan)).compile()
+
+
+def abstract_gradients(plan: Plan) -> Any:
+    """The gradients between the backward pass and the update as shapes, each with its sharding: in float32, in which
+    they are accumulated, laid out as `plan.rules.gradients` says."""
+    return jax.tree.map(
+        lambda parameter, sharding: jax.ShapeDtypeStruct(parameter.shape, "float32", sharding=sharding),
+        plan.abstract_params,
+        plan.shardings(plan.rules.gradients),
+    )
 
 
 def _inspect(config: Config, flags: Collection[str]) -> int:
@@ -83,8 +94,10 @@ def _state_table(plan: Plan, step: Step) -> Table:
     state = abstract_state(plan, step.optimizer)
     columns = ("what", "elements", "bytes a device", "bytes in all")
     table = _table("State", columns, right=columns[1:])
-    # A gradient has its parameter's shape, format and place.
-    for name, tree in (("parameters", state.params), ("gradients", state.params), ("optimizer", state.optimizer)):
+    parts = {"parameters": state.params, "gradients": abstract_gradients(plan), "optimizer": state.optimizer}
+    if state.ema is not None:
+        parts["moving average"] = state.ema
+    for name, tree in parts.items():
         leaves = jax.tree.leaves(tree)
         local = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

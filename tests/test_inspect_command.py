@@ -102,6 +102,19 @@ def test_every_parameter_has_its_place_and_its_bytes(
     assert num_bytes(state["optimizer"][1]) == pytest.approx(2 * local_bytes + 4, rel=1e-3)
 
 
+def test_gradients_have_bytes_of_their_own(inspect: Callable[..., int], capsys: pytest.CaptureFixture) -> None:
+    """In float32 beside bfloat16 parameters, and in stage 2 split although parameters are whole."""
+    precision = ("precision.parameters=bfloat16", "precision.master_weights=true", "precision.compute=bfloat16")
+    shown = {}
+    for stage in (1, 2):
+        assert inspect("--no-compile", f"parallel.zero_stage={stage}", "train.ema_decay=0.9", *precision) == 0
+        shown[stage] = {row[0]: num_bytes(row[2]) for row in rows_of(capsys.readouterr().out, "State")}
+    assert shown[1]["gradients"] == pytest.approx(2 * shown[1]["parameters"], rel=0.01)
+    assert shown[2]["parameters"] == shown[1]["parameters"]
+    assert shown[2]["gradients"] == pytest.approx(shown[1]["gradients"] / 2, rel=0.02)
+    assert shown[1]["moving average"] == pytest.approx(shown[2]["gradients"], rel=1e-3)
+
+
 def test_the_compiled_step_shows_memory_and_collectives(
     inspect: Callable[..., int], capsys: pytest.CaptureFixture
 ) -> None:
