@@ -22,6 +22,7 @@ from jaxpar.parallel.attention import choose
 from jaxpar.parallel.constrain import Execution
 from jaxpar.parallel.layers import REMAT_POLICIES
 from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
+from jaxpar.parallel.offload import host_sharding, in_host_memory, streamed
 from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, Table, resolve
 from jaxpar.requirements import check_layout, check_precision
 
@@ -90,8 +91,12 @@ class Plan:
         return jax.tree.unflatten(jax.tree.structure(self.abstract_params), [leaves[p.path] for p in self.parameters])
 
     def constrained(self, tree: Any, table: Table) -> Any:
-        """A traced pytree that is built like the parameters, laid out as `table` says."""
-        return jax.lax.with_sharding_constraint(tree, self.shardings(table))
+        """A traced pytree that is built like the parameters, laid out as `table` says; what is on the host stays."""
+        return jax.tree.map(
+            lambda x, sharding: x if in_host_memory(x) else jax.lax.with_sharding_constraint(x, sharding),
+            tree,
+            self.shardings(table),
+        )
 
     @property
     def deferred_axes(self) -> tuple[str, ...]:
@@ -121,8 +126,24 @@ class Plan:
 
     @property
     def param_shardings(self) -> Any:
-        """The pytree of parameters with each one's sharding."""
-        return self.shardings(self.rules.params)
+        """The pytree of parameters with each one's sharding, and the memory that it is kept in."""
+        host = self.config.offload.parameters == "host"
+        return self.as_params(
+            {p.path: self.sharding(p.layout.spec, on_host=host and "layers" in p.axes) for p in self.parameters}
+        )
+
+    def streamed(self, params: Any, proxies: Any = None) -> Any:
+        """Traced parameters as the model reads them; see `jaxpar.parallel.offload.streamed`."""
+        specs = self.as_params({parameter.path: parameter.layout.spec for parameter in self.parameters})
+        return streamed(params, specs, proxies)
+
+    def param_spec(self, path: str) -> PartitionSpec:
+        """The layout of the parameter `path`."""
+        return next(p.layout.spec for p in self.parameters if p.path == path)
+
+    def sharding(self, spec: PartitionSpec, *, on_host: bool = False) -> NamedSharding:
+        """`spec` on the mesh, in the device's memory or the host's."""
+        return host_sharding(self.mesh, spec) if on_host else NamedSharding(self.mesh, spec)
 
     @property
     def batch_sharding(self) -> NamedSharding:

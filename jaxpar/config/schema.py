@@ -277,6 +277,20 @@ class PrecisionConfig(Section):
     """Largest value of a dynamic loss scale."""
 
 
+class OffloadConfig(Section):
+    """What lives in the host's memory instead of the device's, and comes to the device a layer at a time."""
+
+    optimizer_state: Literal["none", "host"] = "none"
+    """"host": the optimizer's state (with master weights and moving average) is moved to the device for the update of
+    its layer, while the next layer's is on its way (ZeRO-Offload, Ren 2021)."""
+    parameters: Literal["none", "host"] = "none"
+    """"host": the layers' parameters are moved to the device when their layer runs, forward and again backward; needs
+    `remat.policy` "full" or "dots"."""
+    update_on_host: bool = False
+    """Compute the update itself on the host, so that only gradients and parameters travel; for optimizers that treat
+    each element for itself ("adamw" with float32 moments, "sgd", "lion")."""
+
+
 class RematConfig(Section):
     """What is recomputed in the backward pass instead of kept."""
 
@@ -367,6 +381,7 @@ class Config(Section):
     """The learning rate over the run."""
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    offload: OffloadConfig = OffloadConfig()
     remat: RematConfig = RematConfig()
     kernels: KernelsConfig = KernelsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
