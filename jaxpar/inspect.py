@@ -16,6 +16,7 @@ from rich.table import Table
 from jaxpar.command_line import run_command, user_errors
 from jaxpar.config import Config
 from jaxpar.data import declared_vocab_size
+from jaxpar.metrics import with_unit
 from jaxpar.parallel.collectives import CollectiveRow, group_by_axis, parse_collectives
 from jaxpar.parallel.program import memory_table
 from jaxpar.plan import Plan, make_plan
@@ -74,7 +75,7 @@ def _parameter_table(plan: Plan) -> Table:
         )
         table.add_row(
             parameter.path, _shape(parameter.shape), axes, _shape(parameter.layout.local_shape),
-            _bytes(parameter.local_bytes), parameter.layout.reason,
+            with_unit(parameter.local_bytes), parameter.layout.reason,
         )  # fmt: skip
     return table
 
@@ -88,14 +89,14 @@ def _state_table(plan: Plan, step: Step) -> Table:
         leaves = jax.tree.leaves(tree)
         local = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-        table.add_row(name, f"{sum(leaf.size for leaf in leaves):,}", _bytes(local), _bytes(total))
+        table.add_row(name, f"{sum(leaf.size for leaf in leaves):,}", with_unit(local), with_unit(total))
     return table
 
 
 def _memory_table(compiled: jax.stages.Compiled) -> Table:
     table = _table("Memory of the compiled step, a device", ("what", "bytes"), right=("bytes",))
     for name, value in memory_table(compiled).items():
-        table.add_row(name.removesuffix("_bytes").replace("_", " "), _bytes(value))
+        table.add_row(name.removesuffix("_bytes").replace("_", " "), with_unit(value))
     return table
 
 
@@ -109,7 +110,7 @@ def _traffic_table(plan: Plan, compiled: jax.stages.Compiled) -> Table:
     title = "Collectives of the compiled step, a device (the formula is for a step without recomputation)"
     table = _table(title, ("mesh axes", "kind", *numbers, "for"), right=numbers)
     for row in group_by_axis(parse_collectives(text, plan.mesh.shape)):
-        measured = (_count(row), _bytes(row.payload_bytes), _bytes(row.sent_bytes))
+        measured = (_count(row), with_unit(row.payload_bytes), with_unit(row.sent_bytes))
         table.add_row("+".join(row.axes), row.kind, *measured, *_formula(expected.pop((row.axes, row.kind), [])))
     for (axes, kind), items in expected.items():
         table.add_row("+".join(axes), kind, "0", "0 B", "0 B", *_formula(items))
@@ -126,7 +127,7 @@ def _table(title: str, columns: Sequence[str], right: Sequence[str]) -> Table:
 def _formula(items: list[ExpectedTraffic]) -> tuple[str, str]:
     if not items:
         return "", ""
-    return _bytes(sum(item.traffic.sent_bytes for item in items)), ", ".join(
+    return with_unit(sum(item.traffic.sent_bytes for item in items)), ", ".join(
         dict.fromkeys(item.purpose for item in items)
     )
 
@@ -138,14 +139,6 @@ def _count(row: CollectiveRow) -> str:
 
 def _shape(shape: Sequence[int]) -> str:
     return "×".join(str(size) for size in shape) or "scalar"
-
-
-def _bytes(value: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
-        value /= 1024
-    raise AssertionError
 
 
 if __name__ == "__main__":

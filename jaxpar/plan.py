@@ -22,9 +22,9 @@ from jaxpar.parallel.attention import choose
 from jaxpar.parallel.constrain import Execution
 from jaxpar.parallel.layers import REMAT_POLICIES
 from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
-from jaxpar.parallel.offload import host_sharding, in_host_memory, streamed
+from jaxpar.parallel.offload import host_sharding, in_host_memory, readable
 from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, Table, resolve
-from jaxpar.requirements import check_layout, check_precision
+from jaxpar.requirements import check_layout, check_offload, check_precision
 
 VOCAB_MULTIPLE = 128
 """What the vocabulary is padded to, unless the model says otherwise: one number, so that meshes pad alike."""
@@ -132,10 +132,20 @@ class Plan:
             {p.path: self.sharding(p.layout.spec, on_host=host and "layers" in p.axes) for p in self.parameters}
         )
 
-    def streamed(self, params: Any, proxies: Any = None) -> Any:
-        """Traced parameters as the model reads them; see `jaxpar.parallel.offload.streamed`."""
-        specs = self.as_params({parameter.path: parameter.layout.spec for parameter in self.parameters})
-        return streamed(params, specs, proxies)
+    def readable(self, params: Any, table: Table, proxies: Any = None) -> Any:
+        """Traced parameters, laid out by `table`, as the model reads them; see `jaxpar.parallel.offload.readable`."""
+        by_path = self.by_path(params)
+        stand_ins = dict.fromkeys(by_path) if proxies is None else self.by_path(proxies)
+        leaves = {}
+        for p in self.parameters:
+            spec = resolve(p.path, p.shape, p.axes, table, self.mesh.shape).spec
+            leaves[p.path] = readable(by_path[p.path], stand_ins[p.path], spec, stacked="layers" in p.axes)
+        return self.as_params(leaves)
+
+    @property
+    def evaluated_table(self) -> Table:
+        """The table that lays out what `evaluation.parameters` names."""
+        return self.rules.optimizer if self.config.evaluation.parameters == "ema" else self.rules.params
 
     def param_spec(self, path: str) -> PartitionSpec:
         """The layout of the parameter `path`."""
@@ -192,6 +202,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     )
     structure, abstract_params, axes = _abstract_model(config, vocab_size, padded_vocab_size)
     check_optimizer(config.optimizer, config.schedule, axes)
+    check_offload(config, axes)
     return Plan(
         config=config,
         mesh=mesh,

@@ -1,5 +1,6 @@
 """The state of training and its initialisation, sharded from the start."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from jaxpar.config.schema import Config
 from jaxpar.optim import AT_ONCE, MapUpdates, Optimizer, make_optimizer, make_schedule, role_axes, state_axes
 from jaxpar.parallel.offload import (
     groups_through_device,
+    is_on_host,
     layers_through_device,
     update_layers_on_host,
     update_on_host,
@@ -20,7 +22,15 @@ from jaxpar.parallel.rules import LogicalAxes, resolve_where_it_divides
 from jaxpar.plan import Plan
 from jaxpar.precision import Guard, GuardRules
 
-__all__ = ["TrainState", "abstract_state", "guard_rules", "init_state", "optimizer_of", "state_shardings"]
+__all__ = [
+    "TrainState",
+    "abstract_state",
+    "guard_rules",
+    "init_state",
+    "local_bytes",
+    "optimizer_of",
+    "state_shardings",
+]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("step", "params", "optimizer", "guard"), meta_fields=())
@@ -99,6 +109,15 @@ def init_state(plan: Plan, optimizer: Optimizer) -> TrainState:
     """The initial state, each device computing only what it holds; the values do not depend on the mesh."""
     shardings = state_shardings(plan, optimizer)
     return jax.jit(partial(_make_state, plan, optimizer), out_shardings=shardings)()
+
+
+def local_bytes(tree: Any, *, on_host: bool) -> int:
+    """Bytes of arrays, or of shapes with shardings, that each device has in its own memory, or in its host's."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if is_on_host(leaf.sharding) == on_host
+    )
 
 
 def _shardings(plan: Plan, shapes: TrainState) -> TrainState:

@@ -80,7 +80,7 @@ class Step:
             return update(state, grads, metrics)
 
         def evaluate(params: Params, batch: Batch, byte_lengths: jax.Array) -> dict[str, jax.Array]:
-            _, sums = evaluation_loss(plan.streamed(params), batch, None)
+            _, sums = evaluation_loss(plan.readable(params, plan.evaluated_table), batch, None)
             mask = batch["loss_mask"]
             num_bytes = jnp.where(mask, jnp.take(byte_lengths, batch["targets"]), 0).sum()
             return {"nats": sums.negative_log_likelihood, "tokens": mask.sum(), "bytes": num_bytes}
@@ -140,7 +140,7 @@ def loss_gradients(loss: Loss, plan: Plan) -> WeightedGradients:
 
     def gradients(params: Params, batch: Batch, keys_B: jax.Array | None, weight: jax.Array) -> tuple[Params, Metrics]:
         def weighted(proxies: Params) -> tuple[jax.Array, LossSums]:
-            total, sums = loss(plan.streamed(params, proxies), batch, keys_B)
+            total, sums = loss(plan.readable(params, plan.rules.params, proxies), batch, keys_B)
             return weight * total, sums
 
         grads, sums = jax.grad(weighted, has_aux=True)(gradient_proxies(params))

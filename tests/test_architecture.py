@@ -39,7 +39,7 @@ ARROWS: dict[str, set[str]] = {
     "data": {"config"},
     "optim": {"config", "parallel"},
     "models": {"parallel"},
-    "requirements": {"config", "parallel"},
+    "requirements": {"config", "optim", "parallel"},
     "plan": {"config", "parallel", "backend", "optim", "requirements"},
     "state": {"config", "optim", "parallel", "plan", "precision"},
     "step": {"config", "parallel", "optim", "plan", "precision", "state"},

@@ -26,10 +26,11 @@ __all__ = [
     "groups_through_device",
     "host_sharding",
     "in_host_memory",
+    "is_on_host",
     "is_streamed",
     "layers_through_device",
+    "readable",
     "slice_on_device",
-    "streamed",
     "update_layers_on_host",
     "update_on_host",
 ]
@@ -52,6 +53,11 @@ def _memories(device: jax.Device) -> list:
         return device.addressable_memories()
     except (AttributeError, RuntimeError):
         return []
+
+
+def is_on_host(sharding: jax.sharding.Sharding) -> bool:
+    """Whether arrays with this sharding are in the host's memory."""
+    return sharding.memory_kind == _HOST_KIND
 
 
 def in_host_memory(x: jax.Array) -> bool:
@@ -95,18 +101,17 @@ def gradient_proxies(params: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32) if in_host_memory(x) else x, params)
 
 
-def streamed(params: Any, specs: Any, proxies: Any = None) -> Any:
-    """`params` as a model reads them: what is on the host as `Streamed`, the rest as it is in `proxies`."""
+def readable(parameter: jax.Array, proxy: jax.Array | None, spec: PartitionSpec, *, stacked: bool) -> Any:
+    """A parameter as a model reads it: a stack that is on the host as `Streamed`, anything else on the device.
 
-    def one(spec: PartitionSpec, parameter: jax.Array, proxy: jax.Array | None) -> Any:
-        if in_host_memory(parameter):
-            return Streamed(parameter, proxy, parameter.dtype, spec)
+    `proxy` is what its gradient is taken by, None where none is; `spec` is its layout.
+    """
+    if not in_host_memory(parameter):
         return parameter if proxy is None else proxy
-
-    leaves, tree = jax.tree.flatten(params)
-    layouts = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-    stand_ins = [None] * len(leaves) if proxies is None else jax.tree.leaves(proxies)
-    return jax.tree.unflatten(tree, [one(*row) for row in zip(layouts, leaves, stand_ins, strict=True)])
+    if stacked:
+        return Streamed(parameter, proxy, parameter.dtype, spec)
+    assert proxy is None, "gradients are taken by stacks on the host only"
+    return _to_device(parameter, spec)
 
 
 def fetched(stack: Streamed, index: jax.Array, proxy: jax.Array | None) -> jax.Array:
@@ -171,7 +176,8 @@ def layers_through_device(update: Callable, num_layers: int, read: Any, owned: A
         stacks, ahead = [stack for stack, _ in ordered], [following for _, following in ordered]
         layer = [_layer(stack, index) if part is None else part for stack, part in zip(stacks, layer, strict=True)]
         new = update(index, jax.tree.map(lambda x: _layer(x, index), read), jax.tree.unflatten(tree, layer))
-        return [_written(stack, part, index) for stack, part in zip(stacks, jax.tree.leaves(new), strict=True)], ahead
+        parts = zip(stacks, jax.tree.leaves(new), layouts, strict=True)
+        return [_written(stack, part, index, spec) for stack, part, spec in parts], ahead
 
     stacks, _ = jax.lax.fori_loop(0, num_layers, turn, (stacks, slices(stacks, jnp.int32(0))))
     return jax.tree.unflatten(tree, stacks)
@@ -181,8 +187,10 @@ def _layer(stack: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
 
 
-def _written(stack: jax.Array, layer: jax.Array, index: jax.Array) -> jax.Array:
-    layer = jax.device_put(layer, jax.memory.Space.Host) if in_host_memory(stack) else layer
+def _written(stack: jax.Array, layer: jax.Array, index: jax.Array, spec: PartitionSpec) -> jax.Array:
+    if in_host_memory(stack):
+        layer = jax.lax.with_sharding_constraint(layer, PartitionSpec(*spec[1:]))
+        layer = jax.device_put(layer, jax.memory.Space.Host)
     return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.config.optimizers import SGD, Adafactor, AdamW, AdamW8bit, Muon
 from jaxpar.config.schema import ConstantSchedule, CosineSchedule
-from jaxpar.optim import PROPERTIES, check_optimizer, make_optimizer
+from jaxpar.optim import AT_ONCE, PROPERTIES, check_optimizer, make_optimizer
 from jaxpar.optim.build import decays
 
 AXES = {
@@ -88,12 +88,12 @@ def test_layers_may_be_mapped_one_at_a_time(config: Any) -> None:
     )  # fmt: skip
     ends, calls = [], []
 
-    def one_at_a_time(update: Any, layers: jax.Array, *stacked: Any) -> Any:
+    def one_at_a_time(update: Any, shared: Any, layers: jax.Array, *stacked: Any) -> Any:
         """A loop over layers, as one that moves each layer's state would be."""
         calls.append((layers.shape, jax.tree.map(jnp.shape, stacked[2])))
-        return jax.lax.scan(lambda _, layer: (None, update(*layer)), None, (layers, *stacked))[1]
+        return jax.lax.scan(lambda _, layer: (None, update(shared, *layer)), None, (layers, *stacked))[1]
 
-    for options in ({}, {"map_layers": one_at_a_time}):
+    for options in ({}, {"map_updates": AT_ONCE._replace(layers=one_at_a_time)}):
         optimizer = make_optimizer(config, lambda count: 0.1, STACKED, seed=0, rounding="stochastic", **options)
         new, state = params, optimizer.init(params)
         assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(state["arrays"]["blocks"]))
