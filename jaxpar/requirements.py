@@ -1,5 +1,6 @@
 """What a configuration must satisfy across its sections; `make_plan` asks before anything is compiled."""
 
+import json
 import math
 from collections.abc import Mapping
 
@@ -43,7 +44,7 @@ def check_precision(config: Config) -> None:
         )
     if precision.loss_scale != "auto" and precision.compute != "float16":
         raise ValueError(
-            f'precision.loss_scale={precision.loss_scale!r} is for precision.compute="float16"; {precision.compute} '
+            f'precision.loss_scale={json.dumps(precision.loss_scale)} is for precision.compute="float16"; {precision.compute} '
             'needs none: set precision.loss_scale="auto"'
         )
     if not precision.scale_min <= precision.scale_initial <= precision.scale_max:
