@@ -44,8 +44,8 @@ def check_precision(config: Config) -> None:
         )
     if precision.loss_scale != "auto" and precision.compute != "float16":
         raise ValueError(
-            f'precision.loss_scale={json.dumps(precision.loss_scale)} is for precision.compute="float16"; {precision.compute} '
-            'needs none: set precision.loss_scale="auto"'
+            f'precision.loss_scale={json.dumps(precision.loss_scale)} is for precision.compute="float16"; '
+            f'{precision.compute} needs none: set precision.loss_scale="auto"'
         )
     if not precision.scale_min <= precision.scale_initial <= precision.scale_max:
         raise ValueError(
