@@ -239,7 +239,8 @@ class ParallelConfig(Section):
     """Split the residual stream's sequence over `tensor` too, so that norms and dropout are not repeated (Korthikanti
     2022)."""
     bucket_bytes: NonNegative = 33554432
-    """Gradients that are summed after the last microbatch are sent together up to this many bytes."""
+    """Gradients that are summed after the last microbatch are sent together up to this many bytes, and on accelerators
+    other small arrays too; 0 sends each alone."""
     simulated_devices: NonNegative = 0
     """Simulate this many devices on the CPU; 0 uses the devices there are."""
 
@@ -361,8 +362,12 @@ class HardwareConfig(Section):
 class RuntimeConfig(Section):
     """What must be set before JAX starts; printed by the command line, ignored when jaxpar is used as a library."""
 
+    default_flags: bool = True
+    """Set the compiler flags that jaxpar knows for the accelerator (`jaxpar/compiler_flags.py`), before those of the
+    environment, which win."""
     xla_flags: tuple[str, ...] = Field(default=(), strict=False)
-    """Flags for XLA, added to the environment's XLA_FLAGS; XLA itself ends the process at one that it does not know."""
+    """Flags for XLA, after the environment's XLA_FLAGS, so that they win; XLA itself ends the process at one that it
+    does not know."""
     compilation_cache: str = ".cache/jaxpar/compiled"
     """Where compiled programs are kept between runs; empty keeps none."""
 
