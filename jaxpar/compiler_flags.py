@@ -49,9 +49,9 @@ def compiler_flags(platform: str, parallel: ParallelConfig) -> list[str]:
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
-def without_combining(platform: str) -> dict[str, int]:
+def without_combining(platform: str) -> dict[str, str | bool]:
     """Compiler options of a single program (`lowered.compile`) under which no collectives are combined."""
-    return dict.fromkeys(_COMBINE.get("gpu" if platform in ("cuda", "gpu") else platform, ()), 0)
+    return dict.fromkeys(_COMBINE.get("gpu" if platform == "cuda" else platform, ()), "0")
 
 
 def expected_platform(parallel: ParallelConfig) -> str:
@@ -62,7 +62,7 @@ def expected_platform(parallel: ParallelConfig) -> str:
     """
     if parallel.simulated_devices:
         return "cpu"
-    if asked := jax.config.jax_platforms:
+    if asked := jax.config.jax_platforms:  # type: ignore[attr-defined]
         first = asked.split(",")[0]
         return "gpu" if first == "cuda" else first
     if importlib.util.find_spec("libtpu") is not None:

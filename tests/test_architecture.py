@@ -30,7 +30,7 @@ BELOW_THE_LOOP = {
     "step",
     "checkpoint",
 }
-BELOW_THE_COMMANDS = BELOW_THE_LOOP | {"trainer", "sample", "traffic", "models", "command_line"}
+BELOW_THE_COMMANDS = BELOW_THE_LOOP | {"trainer", "sample", "traffic", "memory", "models", "command_line"}
 ARROWS: dict[str, set[str]] = {
     "config": set(),
     "metrics": set(),
@@ -48,6 +48,7 @@ ARROWS: dict[str, set[str]] = {
     "checkpoint": {"state"},
     "sample": {"plan", "parallel"},
     "traffic": {"plan", "parallel"},
+    "memory": {"plan", "parallel", "optim", "state"},
     "trainer": BELOW_THE_LOOP,
     "command_line": {"config", "backend"},
     "train": BELOW_THE_COMMANDS,
