@@ -3,7 +3,8 @@
 For each optimizer, each ZeRO stage and each part that can be in the host's memory: the bytes of parameters, gradients
 and optimizer state on a device, counted from the shapes and places of the step's arrays, and what ZeRO's formulas
 (Rajbhandari 2020, section 3.1 and figure 1) say with the optimizer's bytes from `jaxpar.optim.PROPERTIES`. Nothing is
-compiled or trained. Printed are a Markdown table and one JSON line; `--write-readme` puts the table into the README.
+compiled or trained. Printed are a Markdown table and one JSON line; `--write-readme` puts it, and a table of what each
+optimizer keeps, into the README.
 Overrides change `memory.toml`, such as `model.name=llama3_8b` or `parallel.fsdp=4 parallel.tensor=2`.
 """
 
@@ -21,11 +22,12 @@ import jax
 from jaxpar.backend import prepare
 from jaxpar.config import Config, ConfigError, load_config
 from jaxpar.memory import state_parts
-from jaxpar.optim import state_bytes
+from jaxpar.optim import PROPERTIES, state_bytes
+from jaxpar.optim.properties import state_arrays
 from jaxpar.plan import Plan, make_plan
 from jaxpar.state import optimizer_of
 
-__all__ = ["OPTIMIZERS", "Row", "formula", "main", "markdown", "rows", "with_table"]
+__all__ = ["OPTIMIZERS", "Row", "formula", "main", "markdown", "optimizer_table", "rows", "with_table"]
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"name": "adamw"},
@@ -45,7 +47,6 @@ _ON_HOST = {
     "state, layers' parameters": {"optimizer_state": "host", "parameters": "host"},
 }
 _STAGES = (0, 1, 2, 3)
-_BEGIN, _END = "<!-- memory table: benchmarks/memory.py --write-readme -->", "<!-- end of the memory table -->"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table)
     if options.write_readme:
         readme = Path(__file__).parents[1] / "README.md"
-        readme.write_text(with_table(readme.read_text(encoding="utf-8"), table), encoding="utf-8")
+        text = with_table(readme.read_text(encoding="utf-8"), "optimizers", optimizer_table())
+        readme.write_text(with_table(text, "memory", table), encoding="utf-8")
     name = config.model.name  # type: ignore[attr-defined]
     print(json.dumps({"benchmark": "memory", "model": name, "rows": [asdict(row) for row in found]}))
     return 0
@@ -161,16 +163,31 @@ def _gigabytes(counted: float, formula: float) -> str:
     return f"{counted / 1e9:.2f} ({formula / 1e9:.2f})"
 
 
-def with_table(text: str, table: str) -> str:
-    """A document with the table between its marks.
+def optimizer_table() -> str:
+    """What each optimizer keeps for a matrix, and what it is good at, from `jaxpar.optim.PROPERTIES`."""
+    lines = [
+        "| `optimizer.name` | state of an n × m matrix | a parameter of a 4096 × 4096 one | good at |",
+        "|---|---|---|---|",
+    ]
+    for kind, properties in PROPERTIES.items():
+        arrays = state_arrays(kind(), "mlp/up", ("embed", "mlp"), (4096, 4096))
+        each = sum(array.num_bytes for array in arrays.values()) / 4096**2
+        state = f"{properties.matrix_bytes} bytes"
+        lines.append(f"| `{kind().name}` | {state} | {each:.3g} bytes | {properties.good_at} |")
+    return "\n".join(lines)
+
+
+def with_table(text: str, name: str, table: str) -> str:
+    """A document with the table between the marks of this name.
 
     Raises:
       ValueError: the document has no marks.
     """
-    before, begin, rest = text.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
+    marks = f"<!-- begin {name}: benchmarks/memory.py --write-readme -->", f"<!-- end {name} -->"
+    before, begin, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
     if not begin or not end:
-        raise ValueError(f"the document has no lines {_BEGIN!r} and {_END!r}")
+        raise ValueError(f"the document has no lines {marks[0]!r} and {marks[1]!r}")
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
