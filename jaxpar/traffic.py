@@ -7,20 +7,26 @@ also gathers gradients in it, and reduces others whole that it would scatter: th
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from jaxpar.parallel.communication import (
     Traffic,
+    data_parallel,
+    gathered_parameters,
     ring_bytes,
+    scattered_gradients,
     sequence_parallel_layer,
     tensor_parallel_layer,
     vocabulary_parallel_cross_entropy,
+    vocabulary_split_embedding,
+    vocabulary_split_head,
 )
 from jaxpar.parallel.device_groups import IRREGULAR
 from jaxpar.parallel.mesh import BATCH_AXES
+from jaxpar.parallel.rules import Table, resolve
 from jaxpar.plan import Parameter, Plan
 
 __all__ = ["ExpectedTraffic", "expected_traffic"]
@@ -37,90 +43,93 @@ class ExpectedTraffic:
 
 def expected_traffic(plan: Plan) -> list[ExpectedTraffic]:
     """Per step and device. A model that does not state its `dims` gets the data and FSDP parts only."""
-    expected = [*_weights(plan)]
+    expected = [item for p in plan.parameters for part in (_gathered, _reduced) for item in part(plan, p)]
     if plan.mesh.shape["tensor"] > 1 and hasattr(plan.config.model, "dims"):
         expected += _tensor(plan)
     return [item for item in expected if item.axes and item.traffic.payload_bytes]
 
 
-def _weights(plan: Plan) -> Iterator[ExpectedTraffic]:
-    """FSDP's gathers, and the reduction of gradients over the axes that share the batch.
+def _gathered(plan: Plan, parameter: Parameter) -> Iterator[ExpectedTraffic]:
+    """The parameter where it is kept, or updated, in parts (ZeRO).
 
-    Tables (embedding, output) are gathered once and their gradients are scattered where they are summed; layers'
-    weights are gathered again in the backward pass, and their gradients are reduced where the compiler puts it:
-    scattered on GPU and TPU, whole on CPU.
+    In stage 3 in each microbatch: a layer's weights as they are used, forward and again backward, a table (embedding,
+    output) once for each of its uses; XLA:CPU takes what is the same in all microbatches out of their loop. In stages 1
+    and 2 the updated parameter is gathered at the end.
     """
-    compute_bytes = jnp.dtype(plan.config.precision.compute).itemsize
-    layer_bytes = 1 if plan.execution.products == "float8" else compute_bytes
-    shape = plan.mesh.shape
-    batch_axes = tuple(axis for axis in BATCH_AXES if shape[axis] > 1)
-    uses = 2 if getattr(plan.config.model, "tied", False) else 1
-    in_layers = [p for p in plan.parameters if "layers" in p.axes]
-    split_layers = _unsplit(sum(_local(p) for p in in_layers if _is_split(p, "fsdp")), shape)
-    tables = [p for p in plan.parameters if "layers" not in p.axes and _is_split(p, "fsdp")]
-    table_uses = [(p, uses if "vocab" in p.axes else 1) for p in tables]
-    if shape["fsdp"] > 1:
-        tables_gathered = sum(_unsplit(_local(p), shape) * times for p, times in table_uses)
-        gathered_bytes = 2 * split_layers * layer_bytes + tables_gathered * compute_bytes
-        yield _expected(("fsdp",), "weights gathered", "all-gather", gathered_bytes, shape)
-    for parameter, times in table_uses:
-        elements = _unsplit(_local(parameter), shape) * times
-        yield _expected(("fsdp",), f"gradient of {parameter.path}", "reduce-scatter", elements * 4, shape)
-        rest = tuple(axis for axis in _summed_axes(plan, parameter) if axis != "fsdp")
-        if rest:
-            yield _expected(rest, f"gradient of {parameter.path}", "all-reduce", _local(parameter) * times * 4, shape)
-    if plan.mesh.devices.flat[0].platform != "cpu":
-        yield _expected(("fsdp",), "gradients", "reduce-scatter", split_layers * 4, shape)
-        replicas = tuple(axis for axis in batch_axes if axis != "fsdp")
-        yield _expected(replicas, "gradients", "all-reduce", split_layers // shape["fsdp"] * 4, shape)
+    if _is_split(plan, parameter, plan.rules.params):
+        times = 1 if _on_cpu(plan) and not _in_layers(parameter) else plan.config.train.microbatches
+        times *= 2 if _in_layers(parameter) else _uses(plan, parameter)
+        purpose, element_bytes = "weights gathered", _used_bytes(plan, parameter)
+    elif _is_split(plan, parameter, plan.rules.optimizer):
+        times, purpose, element_bytes = 1, "updated parameters gathered", parameter.dtype.itemsize
     else:
-        yield _expected(batch_axes, "gradients", "all-reduce", split_layers * 4, shape)
-    for parameter in plan.parameters:
-        if not _is_split(parameter, "fsdp"):
-            times = uses if "vocab" in parameter.axes else 1
-            axes = _summed_axes(plan, parameter)
-            yield _expected(axes, "gradients", "all-reduce", _local(parameter) * times * 4, shape)
+        return
+    elements, size = _elements(plan, parameter, plan.rules.activations), plan.mesh.shape["fsdp"]
+    yield from _over(("fsdp",), purpose, gathered_parameters(elements * times, size, element_bytes=element_bytes))
 
 
-def _summed_axes(plan: Plan, parameter: Parameter) -> tuple[str, ...]:
-    """Mesh axes over which a gradient is summed at once: those of the batch, and of the sequence for a position
-    table."""
+def _reduced(plan: Plan, parameter: Parameter) -> Iterator[ExpectedTraffic]:
+    """The sum of the parameter's gradient over the devices that share the batch.
+
+    Over `plan.deferred_axes` it is taken once, scattered in stage 1; over the others in each microbatch and for each
+    use. In stages 2 and 3 that sum is scattered: of layers on GPU and TPU, where the compiler does it (on CPU it
+    reduces the whole), of tables everywhere.
+    """
+    rules, deferred = plan.rules, plan.deferred_axes
+    elements, whole = (_elements(plan, parameter, table) for table in (rules.gradients, rules.activations))
+    soon = tuple(axis for axis in BATCH_AXES if axis not in deferred)
+    # Of a table of positions, devices that share the sequence have their parts.
+    soon += ("tensor",) * (plan.config.parallel.sequence_parallel and "positions" in parameter.axes)
+    splits = _is_split(plan, parameter, rules.gradients) and not (_on_cpu(plan) and _in_layers(parameter))
+    times = plan.config.train.microbatches * _uses(plan, parameter)
+    yield from _sum(plan, parameter, soon, whole, times, "gradients", scatter=splits)
+    splits = _is_split(plan, parameter, rules.optimizer) and not _is_split(plan, parameter, rules.gradients)
+    yield from _sum(plan, parameter, deferred, elements, 1, "gradients, once a step", scatter=splits)
+
+
+def _sum(
+    plan: Plan, parameter: Parameter, axes: tuple[str, ...], elements: int, times: int, purpose: str, *, scatter: bool
+) -> Iterator[ExpectedTraffic]:
+    """`times` sums of `elements` over `axes`; with `scatter` each device keeps its part of those over `fsdp`."""
     shape = plan.mesh.shape
-    axes = BATCH_AXES + ("tensor",) * (plan.config.parallel.sequence_parallel and "positions" in parameter.axes)
-    return tuple(axis for axis in axes if shape[axis] > 1)
+    axes = tuple(axis for axis in axes if shape[axis] > 1)
+    element_bytes = _reduction_bytes(plan, parameter)
+    if scatter and "fsdp" in axes:
+        traffic = scattered_gradients(elements * times, shape["fsdp"], element_bytes=element_bytes)
+        yield from _over(("fsdp",), purpose, traffic)
+        axes, elements = tuple(axis for axis in axes if axis != "fsdp"), elements // shape["fsdp"]
+    size = math.prod(shape[axis] for axis in axes)
+    yield from _over(axes, purpose, data_parallel(elements * times, size, element_bytes=element_bytes))
 
 
 def _tensor(plan: Plan) -> Iterator[ExpectedTraffic]:
-    """Megatron's reductions in each layer, around the embedding and in the loss."""
+    """Megatron's reductions in each layer, around the embedding and in the loss, for each microbatch."""
     config, shape = plan.config, plan.mesh.shape
     dims = config.model.dims(plan.vocab_size)  # type: ignore[attr-defined]
-    sequences = config.train.batch_size // math.prod(shape[axis] for axis in BATCH_AXES)
+    times = config.train.microbatches
+    sequences = config.train.batch_size // math.prod(shape[axis] for axis in BATCH_AXES) // times
     length, hidden, size = config.data.sequence_length, dims["embed_dim"], shape["tensor"]
     element_bytes = jnp.dtype(config.precision.compute).itemsize
-    tokens_bytes = sequences * length * hidden
-    axes = ("tensor",)
-    scatter = plan.mesh.devices.flat[0].platform != "cpu"
-    if config.parallel.sequence_parallel:
-        layer = sequence_parallel_layer(
-            sequences, length, hidden, size, element_bytes=element_bytes, reduce_scatter=scatter
-        )
-        yield _expected(axes, "embedding", "reduce-scatter", tokens_bytes * element_bytes, shape)
-        yield _expected(axes, "embedding's gradient", "all-gather", tokens_bytes * element_bytes, shape)
-        yield _expected(axes, "hidden states for the head", "all-gather", tokens_bytes * element_bytes, shape)
-        yield _expected(axes, "their gradient", "reduce-scatter", tokens_bytes * 4, shape)
-        norms = sum(_local(p) for p in plan.parameters if "norm" in p.axes)
-        yield _expected(axes, "norms' gradients", "all-reduce", norms * 4, shape)
+    of_states = (sequences, length, hidden, size)
+    split = config.parallel.sequence_parallel
+    if split:
+        layer = sequence_parallel_layer(*of_states, element_bytes=element_bytes, reduce_scatter=not _on_cpu(plan))
+        norms = sum(_elements(plan, p, plan.rules.params) for p in plan.parameters if "norm" in p.axes)
+        yield from _over(("tensor",), "norms' gradients", data_parallel(norms, size, element_bytes=4), times)
     else:
-        layer = tensor_parallel_layer(sequences, length, hidden, size, element_bytes=element_bytes)
-        yield _expected(axes, "embedding", "all-reduce", tokens_bytes * element_bytes, shape)
-        yield _expected(axes, "gradient of the head's input", "all-reduce", tokens_bytes * 4, shape)
+        layer = tensor_parallel_layer(*of_states, element_bytes=element_bytes)
+    embedding, head = (
+        formula(*of_states, element_bytes=element_bytes, sequence_parallel=split)
+        for formula in (vocabulary_split_embedding, vocabulary_split_head)
+    )
+    loss = vocabulary_parallel_cross_entropy(
+        sequences, length, size, packed=True, label_smoothing=config.loss.label_smoothing > 0
+    )
+    yield from _over(("tensor",), "embedding", embedding, times)
+    yield from _over(("tensor",), f"{dims['num_layers']} layers", layer, times * dims["num_layers"])
+    yield from _over(("tensor",), "head's input", head, times)
+    yield from _over(("tensor",), "cross-entropy", loss, times)
     yield from _shared_heads(plan)
-    for traffic in layer:
-        yield ExpectedTraffic(axes, f"{dims['num_layers']} layers", traffic.times(dims["num_layers"]))
-    for traffic in vocabulary_parallel_cross_entropy(sequences, length, size, packed=True):
-        yield ExpectedTraffic(axes, "cross-entropy", traffic)
-    if config.loss.label_smoothing:
-        yield _expected(axes, "label smoothing", "all-reduce", sequences * length * 4, shape)
 
 
 def _shared_heads(plan: Plan) -> Iterator[ExpectedTraffic]:
@@ -135,29 +144,52 @@ def _shared_heads(plan: Plan) -> Iterator[ExpectedTraffic]:
     num_heads = shared[0].shape[shared[0].axes.index("kv_heads")]
     if size % num_heads:
         return
-    whole_bytes = sum(_local(p) for p in shared) * 4
+    whole_bytes = sum(_elements(plan, p, plan.rules.gradients) * _reduction_bytes(plan, p) for p in shared)
     groups = (("all-reduce", whole_bytes // num_heads, size // num_heads), ("all-gather", whole_bytes, num_heads))
     for kind, payload_bytes, group in groups:
         traffic = Traffic(kind, None, payload_bytes, ring_bytes(kind, payload_bytes, group))
-        yield ExpectedTraffic((IRREGULAR, "tensor"), "gradients of shared key/value heads", traffic)
+        purpose = "gradients of shared key/value heads"
+        yield from _over((IRREGULAR, "tensor"), purpose, [traffic], plan.config.train.microbatches)
 
 
-def _expected(
-    axes: tuple[str, ...], purpose: str, kind: str, payload_bytes: int, shape: Mapping[str, int]
-) -> ExpectedTraffic:
-    group = math.prod(shape[axis] for axis in axes)
-    return ExpectedTraffic(axes, purpose, Traffic(kind, None, payload_bytes, ring_bytes(kind, payload_bytes, group)))
+def _over(axes: tuple[str, ...], purpose: str, traffic: Iterable[Traffic], times: int = 1) -> Iterator[ExpectedTraffic]:
+    return (ExpectedTraffic(axes, purpose, each.times(times)) for each in traffic)
 
 
-def _is_split(parameter: Parameter, axis: str) -> bool:
-    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in parameter.layout.spec]
-    return any(axis in entry for entry in entries)
+def _on_cpu(plan: Plan) -> bool:
+    return plan.mesh.devices.flat[0].platform == "cpu"
 
 
-def _local(parameter: Parameter) -> int:
-    return math.prod(parameter.layout.local_shape)
+def _in_layers(parameter: Parameter) -> bool:
+    return "layers" in parameter.axes
 
 
-def _unsplit(elements: int, shape: Mapping[str, int]) -> int:
-    """Elements on a device if `fsdp` did not split them."""
-    return elements * shape["fsdp"]
+def _is_matrix(parameter: Parameter) -> bool:
+    return sum(axis != "layers" for axis in parameter.axes) >= 2
+
+
+def _uses(plan: Plan, parameter: Parameter) -> int:
+    """How often a step uses the parameter: a tied table as embedding and as output."""
+    return 2 if "vocab" in parameter.axes and getattr(plan.config.model, "tied", False) else 1
+
+
+def _used_bytes(plan: Plan, parameter: Parameter) -> int:
+    """Bytes of an element where the parameter meets activations."""
+    if _in_layers(parameter) and plan.execution.products == "float8":
+        return 1
+    return jnp.dtype(plan.config.precision.compute).itemsize if _is_matrix(parameter) else parameter.dtype.itemsize
+
+
+def _reduction_bytes(plan: Plan, parameter: Parameter) -> int:
+    """Bytes of an element of the gradient while it is summed."""
+    return jnp.dtype(plan.config.precision.reduction).itemsize if _is_matrix(parameter) else 4
+
+
+def _is_split(plan: Plan, parameter: Parameter, table: Table) -> bool:
+    """Whether `table` splits the parameter over `fsdp`."""
+    return plan.mesh.shape["fsdp"] > 1 and any("fsdp" in table[axis] for axis in parameter.axes if axis is not None)
+
+
+def _elements(plan: Plan, parameter: Parameter, table: Table) -> int:
+    """Elements on a device if the parameter is laid out by `table`; by that of activations, `fsdp` splits nothing."""
+    return math.prod(resolve(parameter.path, parameter.shape, parameter.axes, table, plan.mesh.shape).local_shape)

@@ -27,6 +27,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "silu": jax.nn.silu,
 }
+_WHOLE_SEQUENCE = ("batch", "sequence", "embed")
 
 
 def _parameter(value: jax.Array, axes: LogicalAxes) -> nnx.Param:
@@ -158,7 +159,8 @@ class Attention(nnx.Module):
         )  # fmt: skip
         out_BTKGN = constrain(out_BTKGN, names)
         fuse = partial(_grouped_rows, groups=groups)
-        y = contract("btkgn,kgnd->btd", out_BTKGN, [self.output[...]], [("heads", "head_dim", "embed")], fuse)
+        kernels = [self.output[...]]
+        y = contract("btkgn,kgnd->btd", out_BTKGN, kernels, [("heads", "head_dim", "embed")], fuse, _WHOLE_SEQUENCE)
         y = constrain(y, ("batch", "residual_sequence", "embed"))
         return y if self.output_bias is None else _biased(y, self.output_bias[...])
 
@@ -215,7 +217,7 @@ class FeedForward(nnx.Module):
         h = checkpoint_name(constrain(h, ("batch", "sequence", None, "mlp")), "mlp_input")
         h = _activated(h, self.config)
         h = checkpoint_name(constrain(h, ("batch", "sequence", "mlp")), "mlp_activation")
-        y = contract("btf,fd->btd", h, [self.down[...]], [("mlp", "embed")])
+        y = contract("btf,fd->btd", h, [self.down[...]], [("mlp", "embed")], result=_WHOLE_SEQUENCE)
         y = constrain(y, ("batch", "residual_sequence", "embed"))
         return _biased(y, self.down_bias[...]) if biased else y
 

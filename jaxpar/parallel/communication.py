@@ -15,12 +15,14 @@ __all__ = [
     "KINDS",
     "Traffic",
     "data_parallel",
-    "fsdp",
+    "gathered_parameters",
     "ring_bytes",
+    "scattered_gradients",
     "sequence_parallel_layer",
     "tensor_parallel_layer",
     "vocabulary_parallel_cross_entropy",
     "vocabulary_split_embedding",
+    "vocabulary_split_head",
 ]
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -73,23 +75,22 @@ def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> int:
 
 
 def data_parallel(num_parameters: int, group_size: int, *, element_bytes: int) -> tuple[Traffic, ...]:
-    """Per step: the gradients' all-reduce, 2P(n−1)/n elements (Rajbhandari 2020, section 7.1)."""
+    """The gradients' all-reduce, 2P(n−1)/n elements (Rajbhandari 2020, section 7.1)."""
     return (_traffic("all-reduce", None, num_parameters * element_bytes, group_size),)
 
 
-def fsdp(
-    num_parameters: int, group_size: int, *, gather_bytes: int, gradient_bytes: int, reduce_scatter: bool = True
-) -> tuple[Traffic, ...]:
-    """Per microbatch: weights gathered forward and again backward, gradients reduced to shards: 3P(n−1)/n elements.
+def scattered_gradients(num_parameters: int, group_size: int, *, element_bytes: int) -> tuple[Traffic, ...]:
+    """ZeRO: gradients reduced to the parts that devices keep, P(n−1)/n elements (Rajbhandari 2020, section 7)."""
+    return (_traffic("reduce-scatter", None, num_parameters * element_bytes, group_size),)
 
-    `gather_bytes` and `gradient_bytes` are the element sizes of gathered weights and of reduced gradients. Without
-    `reduce_scatter` (XLA on CPU) the gradients are all-reduced and sliced: 4P(n−1)/n elements.
-    (Rajbhandari 2020, section 7.2.)
+
+def gathered_parameters(num_parameters: int, group_size: int, *, element_bytes: int) -> tuple[Traffic, ...]:
+    """Parameters that are kept in parts, gathered once: P(n−1)/n elements (Rajbhandari 2020, section 7).
+
+    ZeRO 1 and 2 do so after the update, so that they send 2P(n−1)/n elements in all, as data parallelism does; ZeRO 3
+    before a layer is used, forward and again backward, which makes 3P(n−1)/n.
     """
-    return (
-        _traffic("all-gather", None, 2 * num_parameters * gather_bytes, group_size),
-        _traffic(_reduction(reduce_scatter), None, num_parameters * gradient_bytes, group_size),
-    )
+    return (_traffic("all-gather", None, num_parameters * element_bytes, group_size),)
 
 
 def tensor_parallel_layer(
@@ -119,21 +120,44 @@ def sequence_parallel_layer(
 
 
 def vocabulary_parallel_cross_entropy(
-    batch: int, sequence: int, group_size: int, *, packed: bool
+    batch: int, sequence: int, group_size: int, *, packed: bool, label_smoothing: bool = False
 ) -> tuple[Traffic, ...]:
-    """Per microbatch, forward: all-reduces of b·s float32 for the maximum, the sum of exponentials, the target's logit.
+    """Per microbatch, forward: all-reduces of b·s float32 for the maximum, the sum of exponentials, the target's logit,
+    and with label smoothing the logits' sum.
 
-    `packed` sends the last two as one array: two collectives, the same bytes. The backward pass of the loss itself
+    `packed` sends all but the first as one array: two collectives, the same bytes. The backward pass of the loss itself
     sends nothing. (Shoeybi 2019, section 3.)
     """
-    return (_traffic("all-reduce", 2 if packed else 3, 3 * batch * sequence * 4, group_size),)
+    values = 3 + label_smoothing
+    return (_traffic("all-reduce", 2 if packed else values, values * batch * sequence * 4, group_size),)
 
 
 def vocabulary_split_embedding(
-    batch: int, sequence: int, hidden: int, group_size: int, *, element_bytes: int
+    batch: int, sequence: int, hidden: int, group_size: int, *, element_bytes: int, sequence_parallel: bool = False
 ) -> tuple[Traffic, ...]:
-    """Per microbatch, forward: one all-reduce of b·s·h, each token's row from one device (Shoeybi 2019, section 3)."""
-    return (_traffic("all-reduce", 1, batch * sequence * hidden * element_bytes, group_size),)
+    """Per microbatch, forward: one all-reduce of b·s·h, each token's row from one device (Shoeybi 2019, section 3).
+
+    With the sequence split over the same devices it is a reduce-scatter, and the gradient is gathered backward.
+    """
+    payload_bytes = batch * sequence * hidden * element_bytes
+    kinds = ("reduce-scatter", "all-gather") if sequence_parallel else ("all-reduce",)
+    return tuple(_traffic(kind, 1, payload_bytes, group_size) for kind in kinds)
+
+
+def vocabulary_split_head(
+    batch: int, sequence: int, hidden: int, group_size: int, *, element_bytes: int, sequence_parallel: bool = False
+) -> tuple[Traffic, ...]:
+    """Per microbatch, backward: one all-reduce of the hidden states' gradient, b·s·h in float32 (Shoeybi 2019).
+
+    With the sequence split over the same devices it is a reduce-scatter, and the hidden states are gathered forward.
+    """
+    size = batch * sequence * hidden
+    if not sequence_parallel:
+        return (_traffic("all-reduce", 1, size * 4, group_size),)
+    return (
+        _traffic("all-gather", 1, size * element_bytes, group_size),
+        _traffic("reduce-scatter", 1, size * 4, group_size),
+    )
 
 
 def _traffic(kind: str, count: int | None, payload_bytes: int, group_size: int) -> Traffic:

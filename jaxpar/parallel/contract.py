@@ -6,6 +6,7 @@ does, and lays the weight's gradient out like the stored weight, which is where 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -26,6 +27,7 @@ def contract(
     kernels: Sequence[jax.Array],
     axes: Sequence[LogicalAxes],
     fuse: Fuse = lambda kernel: kernel,
+    result: LogicalAxes | None = None,
 ) -> jax.Array:
     """`einsum(equation, x, fuse(*kernels))` in x's dtype, summed in float32; of operands rounded to float8, here and in
     the backward pass, if the active execution says so.
@@ -36,42 +38,51 @@ def contract(
       kernels: stored weights; `axes` has the logical axes of each.
       fuse: rearranges or joins several weights into one, so that their input's gradient is one sum and needs one
         reduction.
+      result: logical axes of the result's gradient where the backward pass reads it, if it may arrive split further
+        (sequence parallelism): gathered here it is gathered once, which the automatic partitioner does not see for its
+        two products inside of a partly manual shard_map.
 
     >>> x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
     >>> contract("bd,df->bf", x, [w], [("embed", "mlp")]).shape
     (2, 4)
     """
-    return _contract(equation, tuple(tuple(a) for a in axes), fuse, x, tuple(kernels))
+    return _contract(_Contraction(equation, tuple(tuple(a) for a in axes), fuse, result), x, tuple(kernels))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _contract(
-    equation: str, axes: tuple[LogicalAxes, ...], fuse: Fuse, x: jax.Array, kernels: tuple[jax.Array, ...]
-) -> jax.Array:
-    return _forward(equation, axes, fuse, x, kernels)[0]
+@dataclass(frozen=True)
+class _Contraction:
+    """What is known of a contraction when compiling; as `contract` says."""
+
+    equation: str
+    axes: tuple[LogicalAxes, ...]
+    fuse: Fuse
+    result: LogicalAxes | None
 
 
-def _forward(
-    equation: str, axes: tuple[LogicalAxes, ...], fuse: Fuse, x: jax.Array, kernels: tuple[jax.Array, ...]
-) -> tuple[jax.Array, tuple]:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _contract(of: _Contraction, x: jax.Array, kernels: tuple[jax.Array, ...]) -> jax.Array:
+    return _forward(of, x, kernels)[0]
+
+
+def _forward(of: _Contraction, x: jax.Array, kernels: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple]:
     operand = read(x, FORWARD)
-    return _product(equation, operand, _usable(kernels, axes, fuse), x.dtype), (operand, kernels)
+    return _product(of.equation, operand, _usable(kernels, of), x.dtype), (operand, kernels)
 
 
-def _backward(
-    equation: str, axes: tuple[LogicalAxes, ...], fuse: Fuse, residuals: tuple, dy: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _backward(of: _Contraction, residuals: tuple, dy: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     x, kernels = residuals
-    terms, result = equation.split("->")
+    terms, result = of.equation.split("->")
     x_term, kernel_term = terms.split(",")
     gradient = read(dy, GRADIENT)
-    dx = _product(f"{result},{kernel_term}->{x_term}", gradient, _usable(kernels, axes, fuse), dy.dtype)
+    if of.result is not None:
+        gradient = gradient._replace(values=constrain(gradient.values, of.result))
+    dx = _product(f"{result},{kernel_term}->{x_term}", gradient, _usable(kernels, of), dy.dtype)
     # In the format of the reduction until it is reduced over the devices that share the batch; scales come after, or
     # they would stand between the sum over devices and the slice that make a reduce-scatter.
     dkernel = _weight_gradient(x_term, result, kernel_term, x, gradient)
-    unfuse = jax.linear_transpose(fuse, *(jax.ShapeDtypeStruct(kernel.shape, dkernel.dtype) for kernel in kernels))
+    unfuse = jax.linear_transpose(of.fuse, *(jax.ShapeDtypeStruct(kernel.shape, dkernel.dtype) for kernel in kernels))
     dkernels = unfuse(dkernel)
-    reduced = (constrain_gradient(dkernel, names) for dkernel, names in zip(dkernels, axes, strict=True))
+    reduced = (constrain_gradient(dkernel, names) for dkernel, names in zip(dkernels, of.axes, strict=True))
     return dx, tuple(
         rescaled(dkernel, x, gradient).astype(kernel.dtype) for dkernel, kernel in zip(reduced, kernels, strict=True)
     )
@@ -80,10 +91,10 @@ def _backward(
 _contract.defvjp(_forward, _backward)
 
 
-def _usable(kernels: Sequence[jax.Array], axes: Sequence[LogicalAxes], fuse: Fuse) -> Operand:
+def _usable(kernels: Sequence[jax.Array], of: _Contraction) -> Operand:
     """The weights gathered and joined; rounded to float8 before they are gathered, so that fewer bytes travel."""
     values, scale = read_together(kernels, FORWARD)
-    return Operand(fuse(*(constrain(kernel, names) for kernel, names in zip(values, axes, strict=True))), scale)
+    return Operand(of.fuse(*(constrain(kernel, names) for kernel, names in zip(values, of.axes, strict=True))), scale)
 
 
 def _product(equation: str, x: Operand, y: Operand, dtype: jnp.dtype) -> jax.Array:

@@ -66,11 +66,12 @@ def _backward(rows: str, residuals: tuple[jax.Array, jax.Array], dx_BTD: jax.Arr
     sequence = _sequence_read(execution, rows)
     tokens = active_axes(execution, used, "batch") + active_axes(execution, used, sequence)
     scatter = active_axes(execution, stored, "embed")
+    summed_in = reduction_format()  # here: inside, every axis is manual, and nothing seems to be summed
     num_rows = table_VD.shape[0] // math.prod(execution.mesh.shape[axis] for axis in split)
 
     def local(indices_BT: jax.Array, dx_BTD: jax.Array) -> jax.Array:
         dtable_VD = _summed_rows(num_rows, indices_BT, dx_BTD, split)
-        return reduced(dtable_VD.astype(reduction_format()), tokens, scatter, dim=1)
+        return reduced(dtable_VD.astype(summed_in), tokens, scatter, dim=1)
 
     dtable_VD = device_by_device(
         execution,

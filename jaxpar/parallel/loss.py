@@ -122,12 +122,13 @@ _factored.defvjp(_factored_forward, _factored_backward)
 
 @dataclass(frozen=True)
 class _Axes:
-    """Mesh axes that the local computation reduces over."""
+    """Mesh axes that the local computation reduces over, and the format in which the kernel's gradient is summed."""
 
     vocab: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     scatter_hidden: tuple[str, ...] = ()
     scatter_kernel: tuple[str, ...] = ()
+    kernel_format: str = "float32"
 
 
 def _on_mesh(
@@ -163,6 +164,7 @@ def _layout(
         tokens=active_axes(execution, used, "batch") + active_axes(execution, used, "sequence"),
         scatter_hidden=tuple(axis for axis in active_axes(execution, used, "residual_sequence") if axis in vocab),
         scatter_kernel=active_axes(execution, stored, "embed"),
+        kernel_format=reduction_format(),
     )
     spec = partial(spec_of, execution, "cross-entropy")
     return axes, {
@@ -206,7 +208,7 @@ def _local_sums(
     assert dhidden is not None
     dhidden_BTD = dhidden.reshape(num_chunks * size, D)[:num_tokens].reshape(B, T, D)
     dhidden_BTD = reduced(dhidden_BTD, axes.vocab, axes.scatter_hidden, dim=1)
-    dkernel_DV = reduced(dkernel_DV.astype(reduction_format()), axes.tokens, axes.scatter_kernel, dim=0)
+    dkernel_DV = reduced(dkernel_DV.astype(axes.kernel_format), axes.tokens, axes.scatter_kernel, dim=0)
     return sums[0], sums[1], dhidden_BTD.astype(hidden_BTD.dtype), dkernel_DV.astype(jnp.float32)
 
 

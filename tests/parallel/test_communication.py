@@ -30,12 +30,17 @@ def test_an_unknown_kind_names_the_known_ones() -> None:
         communication.ring_bytes("allreduce", 4, 2)
 
 
-def test_data_parallel_sends_two_parameters_and_fsdp_three() -> None:
-    # 1000 parameters over 4 devices: 2·1000·3/4 and 3·1000·3/4 elements.
+def test_zero_sends_what_data_parallelism_does_and_half_more_in_stage_3() -> None:
+    """1000 parameters over 4 devices: 2·1000·3/4 elements in stages 0 to 2, 3·1000·3/4 in stage 3."""
     assert sent(communication.data_parallel(1000, 4, element_bytes=4)) == 1500 * 4
-    assert sent(communication.fsdp(1000, 4, gather_bytes=2, gradient_bytes=2)) == 2250 * 2
-    assert sent(communication.fsdp(1000, 4, gather_bytes=2, gradient_bytes=4)) == 1500 * 2 + 750 * 4
-    assert sent(communication.fsdp(1000, 4, gather_bytes=2, gradient_bytes=2, reduce_scatter=False)) == 3000 * 2
+    gradients = communication.scattered_gradients(1000, 4, element_bytes=4)
+    parameters = communication.gathered_parameters(1000, 4, element_bytes=2)
+    assert [(row.kind, row.payload_bytes) for row in (*gradients, *parameters)] == [
+        ("reduce-scatter", 4000),
+        ("all-gather", 2000),
+    ]
+    assert sent((*gradients, *parameters)) == 750 * 4 + 750 * 2
+    assert sent((*gradients, *parameters, *parameters)) == 750 * 4 + 1500 * 2
 
 
 def test_sequence_parallelism_sends_what_tensor_parallelism_does() -> None:
@@ -56,11 +61,23 @@ def test_cross_entropy_sends_three_floats_a_token_however_packed() -> None:
     assert (apart[0].count, packed[0].count) == (3, 2)
     assert apart[0].payload_bytes == packed[0].payload_bytes == 3 * 2 * 16 * 4
     assert sent(apart) == sent(packed) == 3 * 2 * 2 * 16 * 4 * 3 // 4
+    smooth = communication.vocabulary_parallel_cross_entropy(2, 16, 4, packed=True, label_smoothing=True)
+    assert (smooth[0].count, smooth[0].payload_bytes) == (2, 4 * 2 * 16 * 4)
 
 
-def test_embedding_sends_one_hidden_array() -> None:
-    assert communication.vocabulary_split_embedding(2, 16, 32, 4, element_bytes=2) == (
-        Traffic("all-reduce", 1, 2048, 3072),
+def test_embedding_and_head_send_one_hidden_array_each_or_two_with_the_sequence_split() -> None:
+    """The head's gradient is summed in float32."""
+    sizes = (2, 16, 32, 4)
+    assert communication.vocabulary_split_embedding(*sizes, element_bytes=2) == (Traffic("all-reduce", 1, 2048, 3072),)
+    assert communication.vocabulary_split_head(*sizes, element_bytes=2) == (Traffic("all-reduce", 1, 4096, 6144),)
+    split = {"element_bytes": 2, "sequence_parallel": True}
+    assert communication.vocabulary_split_embedding(*sizes, **split) == (
+        Traffic("reduce-scatter", 1, 2048, 1536),
+        Traffic("all-gather", 1, 2048, 1536),
+    )
+    assert communication.vocabulary_split_head(*sizes, **split) == (
+        Traffic("all-gather", 1, 2048, 1536),
+        Traffic("reduce-scatter", 1, 4096, 3072),
     )
 
 
