@@ -19,7 +19,7 @@ from jaxpar.compiler_flags import without_combining
 from jaxpar.config import Config
 from jaxpar.data import declared_vocab_size
 from jaxpar.memory import OptimizerArray, optimizer_arrays, state_parts
-from jaxpar.metrics import with_unit
+from jaxpar.metrics import find_accelerator, with_unit
 from jaxpar.parallel.collectives import CollectiveRow, group_by_axis, parse_collectives
 from jaxpar.parallel.program import memory_table
 from jaxpar.plan import Plan, make_plan
@@ -65,7 +65,7 @@ def _inspect(config: Config, flags: Collection[str]) -> int:
     _print_state(console, plan, step)
     if _NO_COMPILE not in flags:
         compiled = compile_step(plan)
-        console.print(_memory_table(compiled))
+        console.print(_memory_table(plan, compiled))
         console.print(_traffic_table(plan, compiled))
         if _BUCKETS in flags:
             console.print(_bucket_table(plan, compiled))
@@ -117,10 +117,12 @@ def _undivided_table(arrays: Sequence[OptimizerArray]) -> Table:
     return table
 
 
-def _memory_table(compiled: jax.stages.Compiled) -> Table:
+def _memory_table(plan: Plan, compiled: jax.stages.Compiled) -> Table:
     table = _table("Memory of the compiled step, a device", ("what", "bytes"), right=("bytes",))
     for name, value in memory_table(compiled).items():
         table.add_row(name.removesuffix("_bytes").replace("_", " "), with_unit(value))
+    if accelerator := find_accelerator(plan.mesh.devices.flat[0].device_kind):
+        table.add_row(f"of an {accelerator.name}'s", with_unit(accelerator.memory_gb * 1e9))
     return table
 
 

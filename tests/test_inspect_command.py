@@ -13,6 +13,7 @@ import pytest
 from jaxpar import backend
 from jaxpar.config import load_config
 from jaxpar.inspect import main
+from jaxpar.metrics import find_accelerator
 from jaxpar.plan import make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -187,8 +188,10 @@ def test_buckets_are_compared_with_arrays_sent_alone(
 
 
 def test_the_compiled_step_shows_memory_and_collectives(
-    inspect: Callable[..., int], capsys: pytest.CaptureFixture
+    inspect: Callable[..., int], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    h100 = find_accelerator("NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("jaxpar.inspect.find_accelerator", {"cpu": h100}.get)
     assert inspect("parallel.fsdp=1", "parallel.data=8", "parallel.tensor=1", "model.num_layers=1") == 0
     out = capsys.readouterr().out
     memory = {row[0]: num_bytes(row[1]) for row in rows_of(out, "Memory of the compiled step, a device")}
@@ -196,6 +199,7 @@ def test_the_compiled_step_shows_memory_and_collectives(
     # The state and one row of a batch come in: four int32 and a mask of 16 tokens each.
     assert memory["argument"] == pytest.approx(state["parameters"] + state["optimizer"] + 17 * 16, rel=0.01)
     assert memory["temp"] > 0
+    assert memory["of an H100 SXM's"] == pytest.approx(80e9, rel=0.01)
     rows = [row for row in rows_of(out, "Collectives of the compiled step, a device") if row[1] == "all-reduce"]
     # Each gradient is reduced once over 8 devices, which sends 2·7/8 of it; a few scalars beside.
     (row,) = [row for row in rows if row[0] == "data"]
