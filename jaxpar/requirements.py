@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 
 from jaxpar.config.schema import Config
+from jaxpar.multiples import nearest_multiples
 from jaxpar.optim import PROPERTIES
 from jaxpar.parallel.mesh import BATCH_AXES
 from jaxpar.parallel.rules import LogicalAxes
@@ -112,16 +113,11 @@ def _check_divides(config: Config, sizes: Mapping[str, int]) -> None:
             sharing = ", the devices that share the batch" * (parts == 1)
             raise ValueError(
                 f"{key}={value} must divide by {' × '.join(factors)} = {shards * parts}{sharing}; "
-                f"nearest legal values: {_nearest_multiples(value, shards * parts)}"
+                f"nearest legal values: {nearest_multiples(value, shards * parts)}"
             )
     length = config.data.sequence_length
     if config.parallel.sequence_parallel and length % sizes["tensor"]:
         raise ValueError(
             f"data.sequence_length={length} must divide by parallel.tensor={sizes['tensor']} with "
-            f"parallel.sequence_parallel; nearest legal values: {_nearest_multiples(length, sizes['tensor'])}"
+            f"parallel.sequence_parallel; nearest legal values: {nearest_multiples(length, sizes['tensor'])}"
         )
-
-
-def _nearest_multiples(value: int, factor: int) -> str:
-    below = value - value % factor
-    return ", ".join(str(number) for number in (below, below + factor) if number)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
+from jaxpar.multiples import nearest_multiples
+
 __all__ = ["LogicalAxes", "Resolved", "ShardingRules", "Table", "resolve", "resolve_where_it_divides"]
 
 LogicalAxes = tuple[str | None, ...]
@@ -64,11 +66,9 @@ def resolve(
         mesh_axes = tuple(axis for axis in named if mesh_shape[axis] > 1)
         num_shards = math.prod(mesh_shape[axis] for axis in mesh_axes)
         if size % num_shards:
-            below = size - size % num_shards
-            legal = [str(value) for value in (below, below + num_shards) if value > 0]
             raise ValueError(
                 f"{path}: dim {name!r} of size {size} does not divide over {' × '.join(mesh_axes)} = {num_shards}; "
-                f"nearest legal sizes: {', '.join(legal)}"
+                f"nearest legal sizes: {nearest_multiples(size, num_shards)}"
             )
         entries.append(mesh_axes)
     local_shape = tuple(
