@@ -1,7 +1,7 @@
 """Runs of tiny models whose every split dim divides by 8, for comparison between layouts."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import jax
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config
+from jaxpar.config.optimizers import AdamW
 from jaxpar.models import TransformerConfig
-from jaxpar.plan import make_plan
-from jaxpar.state import init_state
+from jaxpar.plan import Plan, make_plan
+from jaxpar.state import TrainState, init_state
 from jaxpar.step import Step
 from jaxpar.verify import synthetic_batch
 
@@ -39,16 +40,22 @@ MODELS = {
         **SIZES, num_kv_heads=1, windows=(5, 0), attention_softcap=5.0, logit_softcap=3.0, qk_norm=True,
         post_norms=True, norm_unit_offset=True, embed_scale=True, activation="gelu",
     ),
+    # The least that compiles fast, for what does not depend on the model.
+    "small": TransformerConfig(
+        num_layers=2, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=16, init_std=0.3, gated=False, vocab_multiple=2,
+    ),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run computed: metrics of each step, the first step's gradients, and the parameters at the end, by path."""
+    """What a run computed: metrics of each step, the first step's gradients (of AdamW), and at the end the parameters
+    and the optimizer's arrays by role, by path."""
 
     metrics: list[dict[str, float]]
     gradients: dict[str, np.ndarray]
     params: dict[str, np.ndarray]
+    optimizer: dict[str, dict[str, np.ndarray]]
 
 
 def make_config(model: str, layout: dict, **sections: dict) -> Config:
@@ -68,29 +75,34 @@ def make_config(model: str, layout: dict, **sections: dict) -> Config:
     )
 
 
-def train(config: Config, devices: list[jax.Device]) -> Trace:
-    """Five optimizer steps, each on a batch of its own."""
-    plan = make_plan(config, devices, VOCAB_SIZE)
-    step = Step(plan)
-
-    def by_path(tree) -> dict[str, np.ndarray]:
-        leaves = jax.tree.leaves(jax.device_get(tree))
-        return {parameter.path: leaf for parameter, leaf in zip(plan.parameters, leaves, strict=True)}
-
-    metrics = []
-    gradients: dict[str, np.ndarray] = {}
+def states(plan: Plan, step: Step) -> Iterator[tuple[TrainState, dict[str, float]]]:
+    """State and metrics after each step, each on a batch of its own. A state is gone when the next one is asked for."""
     with plan.execution.active():
         state = init_state(plan, step.optimizer)
-        for number in range(config.train.num_steps):
+        for number in range(plan.config.train.num_steps):
             rows = synthetic_batch(plan, seed=number)
             batch = {name: jax.device_put(array, plan.batch_sharding) for name, array in rows.items()}
             state, values = step.train(state, batch)
-            metrics.append({name: value.item() for name, value in jax.device_get(values).items()})
-            if number == 0:
-                arrays = state.optimizer["arrays"]
-                moments = by_path(jax.tree.map(lambda _, kept: kept["first"], state.params, arrays))
-                gradients = {path: moment / (1 - BETA1) for path, moment in moments.items()}
-        return Trace(metrics, gradients, by_path(state.params))
+            yield state, {name: value.item() for name, value in jax.device_get(values).items()}
+
+
+def train(config: Config, devices: list[jax.Device]) -> Trace:
+    """The configuration's optimizer steps."""
+    plan = make_plan(config, devices, VOCAB_SIZE)
+    trace = Trace([], {}, {}, {})
+    for state, metrics in states(plan, Step(plan)):
+        trace.metrics.append(metrics)
+        trace.params.update(plan.by_path(jax.device_get(state.params)))
+        arrays = jax.device_get(state.optimizer["arrays"])
+        kept = jax.tree.leaves(arrays, is_leaf=lambda node: isinstance(node, dict) and not _has_dicts(node))
+        trace.optimizer.update(zip(trace.params, kept, strict=True))
+        if len(trace.metrics) == 1 and isinstance(config.optimizer, AdamW):
+            trace.gradients.update({path: kept["first"] / (1 - BETA1) for path, kept in trace.optimizer.items()})
+    return trace
+
+
+def _has_dicts(node: dict) -> bool:
+    return any(isinstance(value, dict) for value in node.values())
 
 
 @functools.cache
@@ -110,6 +122,12 @@ def reference() -> Callable[..., Trace]:
 def layout_run() -> Callable[..., Trace]:
     """The trace of a model on 8 devices: `layout_run(model, layout, **sections)`."""
     return lambda model, layout, **sections: train(make_config(model, layout, **sections), jax.devices())
+
+
+@pytest.fixture(scope="session")
+def run_of() -> Callable[..., Trace]:
+    """The trace of a configuration: `run_of(config, devices)`."""
+    return train
 
 
 @pytest.fixture(scope="session")
