@@ -116,7 +116,7 @@ def formula(plan: Plan) -> tuple[float, float]:
 
     P parameters of p bytes with gradients of g bytes and an optimizer state of S bytes over N devices: p·P + g·P + S at
     stage 0; stage 1 divides S by N, stage 2 also g·P, stage 3 also p·P. The layers' part of p·P may be on the host, and
-    S; gradients of parameters on the host have 4 bytes.
+    S.
     """
     config = plan.config
     shapes = {parameter.path: parameter.shape for parameter in plan.parameters}
@@ -126,12 +126,11 @@ def formula(plan: Plan) -> tuple[float, float]:
     host = 0
     for parameter in plan.parameters:
         num_bytes = parameter.size * parameter.dtype.itemsize
+        device["gradients"] += num_bytes
         if streams and "layers" in parameter.axes:
             host += num_bytes
-            device["gradients"] += 4 * parameter.size
         else:
             device["parameters"] += num_bytes
-            device["gradients"] += num_bytes
     stage, size = config.parallel.zero_stage, plan.mesh.size
 
     def divided(num_bytes: int, from_stage: int) -> float:

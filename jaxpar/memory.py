@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from jaxpar.optim import Optimizer, state_axes
-from jaxpar.parallel.offload import is_on_host
 from jaxpar.parallel.rules import Resolved, resolve_where_it_divides
 from jaxpar.plan import Plan
 from jaxpar.state import abstract_state, local_bytes
@@ -62,18 +61,15 @@ def state_parts(plan: Plan, optimizer: Optimizer) -> list[Part]:
 def abstract_gradients(plan: Plan) -> Any:
     """The gradients as shapes with shardings, as the backward pass leaves them.
 
-    Sums over several microbatches are float32, and so are gradients of parameters in the host's memory; others have
-    their parameter's format.
+    Sums over several microbatches are float32; others have their parameter's format.
     """
 
-    def gradient(
-        parameter: jax.ShapeDtypeStruct, stored: jax.sharding.NamedSharding, place: jax.sharding.NamedSharding
-    ) -> jax.ShapeDtypeStruct:
-        is_float32 = plan.config.train.microbatches > 1 or is_on_host(stored)
-        return jax.ShapeDtypeStruct(parameter.shape, "float32" if is_float32 else parameter.dtype, sharding=place)
+    in_float32 = plan.config.train.microbatches > 1
 
-    places = plan.shardings(plan.rules.gradients)
-    return jax.tree.map(gradient, plan.abstract_params, plan.param_shardings, places)
+    def gradient(parameter: jax.ShapeDtypeStruct, place: jax.sharding.NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(parameter.shape, "float32" if in_float32 else parameter.dtype, sharding=place)
+
+    return jax.tree.map(gradient, plan.abstract_params, plan.shardings(plan.rules.gradients))
 
 
 def optimizer_arrays(plan: Plan, optimizer: Optimizer) -> list[OptimizerArray]:

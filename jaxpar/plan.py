@@ -287,6 +287,8 @@ def _rules(config: Config, sizes: Mapping[str, int]) -> tuple[ShardingRules, lis
             "every tensor device stores all key/value heads and uses its own"
         )
     residual = ("context", "tensor") if config.parallel.sequence_parallel else ("context",)
+    if config.parallel.sequence_parallel and sizes["tensor"] == 1:
+        notes.append("parallel.sequence_parallel=true changes nothing: tensor, over which it splits, has one device")
     weights = {
         "layers": (), "vocab": tensor, "positions": (), "heads": tensor, "kv_heads": kv_heads, "head_dim": (),
         "mlp": tensor, "norm": (), "vector": (),

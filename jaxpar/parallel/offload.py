@@ -77,7 +77,7 @@ class Streamed:
     """A stack of layers' weights in the host's memory, in the place of the parameter; `scan_layers` fetches its slices.
 
     The gradient of a host array would have to be on the host. It is taken by `proxy` instead: zeros on the device, of
-    the stack's shape in float32, that no operation reads and that therefore never exist. None where no gradient is
+    the stack's shape and format, that no operation reads and that therefore never exist. None where no gradient is
     taken. `dtype` is the format after the transfer, `spec` the stack's layout.
     """
 
@@ -98,7 +98,7 @@ def is_streamed(leaf: Any) -> bool:
 
 def gradient_proxies(params: Any) -> Any:
     """What gradients are taken by: the parameters on the device, and zeros there for those on the host."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32) if in_host_memory(x) else x, params)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if in_host_memory(x) else x, params)
 
 
 def readable(parameter: jax.Array, proxy: jax.Array | None, spec: PartitionSpec, *, stacked: bool) -> Any:
@@ -115,23 +115,28 @@ def readable(parameter: jax.Array, proxy: jax.Array | None, spec: PartitionSpec,
 
 
 def fetched(stack: Streamed, index: jax.Array, proxy: jax.Array | None) -> jax.Array:
-    """Layer `index` of the stack on the device; its gradient, float32, goes to `proxy`, the layer's slice of it."""
-    return _fetched(stack.dtype, stack.spec, stack.host, index, proxy)
+    """Layer `index` of the stack on the device; its gradient goes to `proxy`, the layer's slice of it."""
+    return _fetched((stack.dtype, stack.host.dtype, stack.spec), stack.host, index, proxy)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fetched(dtype: Any, spec: PartitionSpec, host: jax.Array, index: jax.Array, proxy: jax.Array | None) -> jax.Array:
+_Transfer = tuple[Any, Any, PartitionSpec]
+"""Format on the device, format on the host, layout."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fetched(transfer: _Transfer, host: jax.Array, index: jax.Array, proxy: jax.Array | None) -> jax.Array:
+    dtype, _, spec = transfer
     return slice_on_device(host, index, spec).astype(dtype)
 
 
 def _fetched_forward(
-    dtype: Any, spec: PartitionSpec, host: jax.Array, index: jax.Array, proxy: jax.Array | None
+    transfer: _Transfer, host: jax.Array, index: jax.Array, proxy: jax.Array | None
 ) -> tuple[jax.Array, None]:
-    return _fetched(dtype, spec, host, index, proxy), None
+    return _fetched(transfer, host, index, proxy), None
 
 
-def _fetched_backward(dtype: Any, spec: PartitionSpec, _: None, gradient: jax.Array) -> tuple[None, None, jax.Array]:
-    return None, None, gradient.astype(jnp.float32)
+def _fetched_backward(transfer: _Transfer, _: None, gradient: jax.Array) -> tuple[None, None, jax.Array]:
+    return None, None, gradient.astype(transfer[1])
 
 
 _fetched.defvjp(_fetched_forward, _fetched_backward)
