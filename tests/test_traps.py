@@ -11,8 +11,8 @@ from flax import nnx
 
 from jaxpar.config import parse_config
 from jaxpar.plan import Plan, make_plan
-from jaxpar.state import init_state
-from jaxpar.step import Step
+from jaxpar.state import guard_rules, init_state
+from jaxpar.step import Step, dropout_keys, make_gradients
 from jaxpar.verify import synthetic_batch
 
 VOCAB, B, T = 13, 8, 8
@@ -28,8 +28,8 @@ MODEL = {
 }  # fmt: skip
 
 
-def _plan(layout: dict, **model: Any) -> Plan:
-    table = {
+def _plan(layout: dict, sections: dict | None = None, **model: Any) -> Plan:
+    table: dict = {
         "model": MODEL | model,
         "data": {"sequence_length": T},
         "train": {"num_steps": 4, "batch_size": B, "max_grad_norm": float("inf")},
@@ -37,6 +37,7 @@ def _plan(layout: dict, **model: Any) -> Plan:
         "schedule": {"name": "constant", "warmup_steps": 2},
         "parallel": layout,
     }
+    table |= {name: table.get(name, {}) | section for name, section in (sections or {}).items()}
     config = parse_config(table)
     num_devices = np.prod([size for size in layout.values() if size is not True])
     return make_plan(config, jax.devices()[:num_devices], VOCAB)
@@ -190,3 +191,124 @@ def test_dropout_masks_are_the_same_on_every_mesh_and_differ_everywhere_else() -
             assert (block == other).mean() == pytest.approx(0.5, abs=0.15), (
                 "a site, step or shard repeats another's mask"
             )
+
+
+SHARED = {"data": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True}
+SIMPLE = {"norm": "rmsnorm", "post_norms": False, "qkv_bias": False, "logit_softcap": 0.0, "vocab_multiple": 2}
+AUXILIARY = {"z_loss": 0.05, "label_smoothing": 0.3}
+# Valid tokens of each sequence: of the four microbatches of one device the third has none.
+NUM_VALID = [8, 8, 1, 0, 0, 0, 2, 5]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients by path, and metrics, as the step clips them."""
+
+    by_path: dict[str, np.ndarray]
+    metrics: dict[str, float]
+
+    @property
+    def norm(self) -> float:
+        return np.sqrt(sum(np.square(gradient, dtype=np.float64).sum() for gradient in self.by_path.values()))
+
+
+@cache
+def _gradients(layout: tuple = (), rows: tuple = tuple(range(B)), **options: Any) -> Gradients:
+    """At the initial parameters, of the sequences `rows` of one batch, whose masks are very different.
+
+    Options: `microbatches`, `stage`, `max_norm`, `precision`, and those of the loss.
+    """
+    precision = dict(options.pop("precision", ()))
+    train = {"batch_size": len(rows), "microbatches": options.pop("microbatches", 1)}
+    train["max_grad_norm"] = options.pop("max_norm", float("inf"))
+    parallel = dict(layout or ONE.items()) | {"zero_stage": options.pop("stage", 3)}
+    sections = {"train": train, "precision": precision, "parallel": parallel, "loss": options}
+    plan = _plan(dict(layout) or ONE, sections, **SIMPLE)
+    batch = synthetic_batch(_plan(ONE))
+    batch["loss_mask"] = np.arange(T) < np.array(NUM_VALID)[:, None]
+    rules = guard_rules(plan.config)
+    scale = None if rules is None else rules.start().scale
+    keys_B = dropout_keys(_plan(ONE), 0)[np.array(rows)]
+    with plan.execution.active():
+        params = jax.jit(plan.make_params, out_shardings=plan.param_shardings)()
+        on_device = {name: jax.device_put(array[list(rows)], plan.batch_sharding) for name, array in batch.items()}
+        grads, metrics = jax.jit(make_gradients(plan))(params, on_device, keys_B, scale)
+    return Gradients(
+        plan.by_path(jax.device_get(grads)), {name: value.item() for name, value in jax.device_get(metrics).items()}
+    )
+
+
+def _assert_close(found: Gradients, expected: Gradients, relative: float = 1e-4) -> None:
+    for metric, want in expected.metrics.items():
+        assert found.metrics[metric] == pytest.approx(want, rel=relative), metric
+    floor = 1e-3 * max(np.abs(gradient).max() for gradient in expected.by_path.values())
+    for path, want in expected.by_path.items():
+        tolerance = relative * max(np.abs(want).max(), floor)
+        np.testing.assert_allclose(found.by_path[path], want, rtol=0, atol=tolerance, err_msg=path)
+
+
+@pytest.mark.parametrize("auxiliary", [{}, AUXILIARY], ids=["plain", "z-loss and smoothing"])
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ({}, {"microbatches": 4}),
+        (SHARED, {"microbatches": 2, "stage": 1}),
+        (SHARED, {"microbatches": 2, "stage": 3}),
+    ],
+    ids=["4 microbatches", "2 on a mesh, reduced once", "2 on a mesh, reduced in each"],
+)
+def test_microbatches_with_unequal_masks_have_the_gradient_of_the_whole_batch(
+    layout: dict, options: dict, auxiliary: dict
+) -> None:
+    """With dropout, whose masks belong to sequences. The z-loss and the smoothing are divided once, as the rest is."""
+    _assert_close(_gradients(tuple(layout.items()), **options, **auxiliary), _gradients(**auxiliary))
+
+
+def test_the_mean_of_microbatches_means_would_be_another_gradient() -> None:
+    parts = [_gradients(rows=(first, first + 1)) for first in (0, 2, 6)]
+    whole = _gradients()
+    wrong = np.mean([part.by_path["embedding/table"] for part in parts], axis=0)
+    tokens = [part.metrics["tokens"] for part in parts]
+    right = np.average([part.by_path["embedding/table"] for part in parts], axis=0, weights=tokens)
+    assert tokens == [16, 1, 7]
+    distance = np.linalg.norm(whole.by_path["embedding/table"])
+    assert np.linalg.norm(right - whole.by_path["embedding/table"]) < 1e-5 * distance
+    assert np.linalg.norm(wrong - whole.by_path["embedding/table"]) > 0.3 * distance
+
+
+def test_auxiliary_losses_are_large_enough_to_tell() -> None:
+    plain, auxiliary = _gradients(), _gradients(**AUXILIARY)
+    assert auxiliary.metrics["loss"] == pytest.approx(plain.metrics["loss"], rel=1e-6)
+    assert auxiliary.metrics["objective"] > auxiliary.metrics["loss"] + 0.1
+    difference = plain.by_path["embedding/table"] - auxiliary.by_path["embedding/table"]
+    assert np.linalg.norm(difference) > 0.1 * np.linalg.norm(plain.by_path["embedding/table"])
+
+
+FLOAT16 = {"compute": "float16"}
+
+
+@pytest.mark.parametrize(("scale", "microbatches"), [(1.0, 4), (1024.0, 4), (1024.0, 1)])
+def test_the_norm_is_that_of_the_gradients_that_are_clipped(scale: float, microbatches: int) -> None:
+    """After accumulation and after the loss scale is divided out, before clipping; the clipped ones have the largest
+    norm that is allowed."""
+    exact = _gradients()
+    precision = tuple((FLOAT16 | {"loss_scale": scale}).items())
+    whole = _gradients(precision=precision, microbatches=microbatches)
+    assert whole.metrics["grad_norm"] == pytest.approx(whole.norm, rel=1e-5)
+    assert whole.metrics["grad_norm"] == pytest.approx(exact.norm, rel=0.01)
+    largest = exact.norm / 4
+    clipped = _gradients(precision=precision, microbatches=microbatches, max_norm=largest)
+    assert clipped.norm == pytest.approx(largest, rel=1e-5)
+    assert clipped.metrics["grad_norm"] == pytest.approx(whole.norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["halt", "skip"])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_formats_without_loss_scaling_are_not_divided_by_a_scale(compute: str, on_nonfinite: str) -> None:
+    plan = _plan(ONE, {"precision": {"compute": compute}, "train": {"on_nonfinite": on_nonfinite}})
+    rules = guard_rules(plan.config)
+    assert (rules is None) == (on_nonfinite == "halt")
+    assert rules is None or rules.start().scale is None
+    rounded, exact = _gradients(precision=(("compute", compute),)), _gradients()
+    assert "loss_scale" not in rounded.metrics
+    assert rounded.norm == pytest.approx(exact.norm, rel=0.02)
