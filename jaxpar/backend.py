@@ -8,6 +8,7 @@ import re
 
 import jax
 
+from jaxpar.compiler_flags import VARIABLES, compiler_flags, expected_platform
 from jaxpar.config.schema import ParallelConfig, RuntimeConfig
 
 __all__ = ["has_float8_products", "matrix_product_forms", "prepare"]
@@ -30,6 +31,12 @@ def prepare(parallel: ParallelConfig, runtime: RuntimeConfig) -> list[str]:
         os.environ.setdefault("NPROC", str(8 * parallel.simulated_devices))
         lines.append(f"simulating {parallel.simulated_devices} devices on the CPU")
         lines.append(f"NPROC: {os.environ['NPROC']} threads for XLA")
+    platform = expected_platform(parallel)
+    if runtime.default_flags and (flags := compiler_flags(platform, parallel)):
+        # The last of several wins: the user's come after.
+        variable = VARIABLES[platform]
+        os.environ[variable] = " ".join([*flags, os.environ.get(variable, "")]).strip()
+        lines.append(f"{variable}: {' '.join(flags)} (runtime.default_flags)")
     if runtime.xla_flags:
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *runtime.xla_flags]).strip()
         lines.append(f"XLA_FLAGS: {' '.join(runtime.xla_flags)}")

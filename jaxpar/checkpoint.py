@@ -6,8 +6,6 @@ CPU, where it holds views of them, XLA leaves an array that has a view alone and
 """
 
 import contextlib
-import errno
-import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -17,11 +15,10 @@ from typing import Any, Self
 
 from orbax.checkpoint import v1 as ocp
 
+from jaxpar.locks import lock_file
 from jaxpar.state import TrainState
 
 __all__ = ["Checkpoints", "run_directory", "write_whole"]
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 
 class Checkpoints:
@@ -93,14 +90,11 @@ def run_directory(path: str, *, is_writer: bool) -> Iterator[Path]:
     with lock or contextlib.nullcontext():
         if lock is not None:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(lock, wait=False)
             except BlockingIOError:
                 raise ValueError(
                     f"run.dir={path!r} is in use by another process; wait for its end, or name another directory"
                 ) from None
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
         yield directory
 
 

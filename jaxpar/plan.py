@@ -22,8 +22,9 @@ from jaxpar.parallel.attention import choose
 from jaxpar.parallel.constrain import Execution
 from jaxpar.parallel.layers import REMAT_POLICIES
 from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
+from jaxpar.parallel.offload import host_sharding, in_host_memory, readable
 from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, Table, resolve
-from jaxpar.requirements import check_layout, check_precision
+from jaxpar.requirements import check_layout, check_offload, check_precision
 
 VOCAB_MULTIPLE = 128
 """What the vocabulary is padded to, unless the model says otherwise: one number, so that meshes pad alike."""
@@ -90,8 +91,12 @@ class Plan:
         return jax.tree.unflatten(jax.tree.structure(self.abstract_params), [leaves[p.path] for p in self.parameters])
 
     def constrained(self, tree: Any, table: Table) -> Any:
-        """A traced pytree that is built like the parameters, laid out as `table` says."""
-        return jax.lax.with_sharding_constraint(tree, self.shardings(table))
+        """A traced pytree that is built like the parameters, laid out as `table` says; what is on the host stays."""
+        return jax.tree.map(
+            lambda x, sharding: x if in_host_memory(x) else jax.lax.with_sharding_constraint(x, sharding),
+            tree,
+            self.shardings(table),
+        )
 
     @property
     def deferred_axes(self) -> tuple[str, ...]:
@@ -121,8 +126,34 @@ class Plan:
 
     @property
     def param_shardings(self) -> Any:
-        """The pytree of parameters with each one's sharding."""
-        return self.shardings(self.rules.params)
+        """The pytree of parameters with each one's sharding, and the memory that it is kept in."""
+        host = self.config.offload.parameters == "host"
+        return self.as_params(
+            {p.path: self.sharding(p.layout.spec, on_host=host and "layers" in p.axes) for p in self.parameters}
+        )
+
+    def readable(self, params: Any, table: Table, proxies: Any = None) -> Any:
+        """Traced parameters, laid out by `table`, as the model reads them; see `jaxpar.parallel.offload.readable`."""
+        by_path = self.by_path(params)
+        stand_ins = dict.fromkeys(by_path) if proxies is None else self.by_path(proxies)
+        leaves = {}
+        for p in self.parameters:
+            spec = resolve(p.path, p.shape, p.axes, table, self.mesh.shape).spec
+            leaves[p.path] = readable(by_path[p.path], stand_ins[p.path], spec, stacked="layers" in p.axes)
+        return self.as_params(leaves)
+
+    @property
+    def evaluated_table(self) -> Table:
+        """The table that lays out what `evaluation.parameters` names."""
+        return self.rules.optimizer if self.config.evaluation.parameters == "ema" else self.rules.params
+
+    def param_spec(self, path: str) -> PartitionSpec:
+        """The layout of the parameter `path`."""
+        return next(p.layout.spec for p in self.parameters if p.path == path)
+
+    def sharding(self, spec: PartitionSpec, *, on_host: bool = False) -> NamedSharding:
+        """`spec` on the mesh, in the device's memory or the host's."""
+        return host_sharding(self.mesh, spec) if on_host else NamedSharding(self.mesh, spec)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -171,6 +202,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     )
     structure, abstract_params, axes = _abstract_model(config, vocab_size, padded_vocab_size)
     check_optimizer(config.optimizer, config.schedule, axes)
+    check_offload(config, axes)
     return Plan(
         config=config,
         mesh=mesh,
@@ -255,6 +287,8 @@ def _rules(config: Config, sizes: Mapping[str, int]) -> tuple[ShardingRules, lis
             "every tensor device stores all key/value heads and uses its own"
         )
     residual = ("context", "tensor") if config.parallel.sequence_parallel else ("context",)
+    if config.parallel.sequence_parallel and sizes["tensor"] == 1:
+        notes.append("parallel.sequence_parallel=true changes nothing: tensor, over which it splits, has one device")
     weights = {
         "layers": (), "vocab": tensor, "positions": (), "heads": tensor, "kv_heads": kv_heads, "head_dim": (),
         "mlp": tensor, "norm": (), "vector": (),

@@ -25,7 +25,7 @@ def in_compute_dtype(loss: Callable, dtype: str, axes: Mapping[str, Sequence[str
         return parameter.astype(dtype) if sum(axis != "layers" for axis in axes[path]) >= 2 else parameter
 
     def cast_loss(params: Any, *args: Any) -> Any:
-        return loss(jax.tree_util.tree_map_with_path(cast, params), *args)
+        return loss(jax.tree_util.tree_map_with_path(cast, params, is_leaf=lambda x: hasattr(x, "astype")), *args)
 
     return cast_loss
 

@@ -1,12 +1,16 @@
 """What a configuration must satisfy across its sections; `make_plan` asks before anything is compiled."""
 
+import json
 import math
 from collections.abc import Mapping
 
 from jaxpar.config.schema import Config
+from jaxpar.multiples import nearest_multiples
+from jaxpar.optim import PROPERTIES
 from jaxpar.parallel.mesh import BATCH_AXES
+from jaxpar.parallel.rules import LogicalAxes
 
-__all__ = ["check_layout", "check_precision"]
+__all__ = ["check_layout", "check_offload", "check_precision"]
 
 
 def check_layout(config: Config, sizes: Mapping[str, int]) -> None:
@@ -41,8 +45,8 @@ def check_precision(config: Config) -> None:
         )
     if precision.loss_scale != "auto" and precision.compute != "float16":
         raise ValueError(
-            f'precision.loss_scale={precision.loss_scale!r} is for precision.compute="float16"; {precision.compute} '
-            'needs none: set precision.loss_scale="auto"'
+            f'precision.loss_scale={json.dumps(precision.loss_scale)} is for precision.compute="float16"; '
+            f'{precision.compute} needs none: set precision.loss_scale="auto"'
         )
     if not precision.scale_min <= precision.scale_initial <= precision.scale_max:
         raise ValueError(
@@ -53,6 +57,36 @@ def check_precision(config: Config) -> None:
         raise ValueError(
             'evaluation.parameters="ema" needs a moving average: set train.ema_decay, for example to 0.999, or '
             'evaluation.parameters="current"'
+        )
+
+
+def check_offload(config: Config, axes: Mapping[str, LogicalAxes]) -> None:
+    """Raises ValueError for what cannot be moved to the host; `axes` are the model's parameters by path."""
+    offload, optimizer = config.offload, config.optimizer
+    if offload.parameters == "host" and config.remat.policy == "none":
+        raise ValueError(
+            'offload.parameters="host" with remat.policy="none" would keep every layer on the device for the backward '
+            'pass; set remat.policy="full" or "dots", or offload.parameters="none"'
+        )
+    if offload.parameters == "host" and not any("layers" in names for names in axes.values()):
+        raise ValueError(
+            'offload.parameters="host" moves layers one by one, but the model has no stacked layers, which are '
+            'parameters whose first logical axis is "layers"; set offload.parameters="none"'
+        )
+    if not offload.update_on_host:
+        return
+    if offload.optimizer_state == "none":
+        raise ValueError(
+            'offload.update_on_host=true needs the state there: set offload.optimizer_state="host", or '
+            "offload.update_on_host=false"
+        )
+    stochastic = config.precision.rounding == "stochastic" or getattr(optimizer, "moments", "float32") != "float32"
+    if not PROPERTIES[type(optimizer)].elementwise or stochastic:
+        names = ", ".join(kind().name for kind, row in PROPERTIES.items() if row.elementwise)
+        raise ValueError(
+            "offload.update_on_host=true is for optimizers that update each element for itself in float32 "
+            f'({names}), which optimizer.name="{optimizer.name}" does not with these keys; '
+            "set offload.update_on_host=false"
         )
 
 
@@ -79,16 +113,11 @@ def _check_divides(config: Config, sizes: Mapping[str, int]) -> None:
             sharing = ", the devices that share the batch" * (parts == 1)
             raise ValueError(
                 f"{key}={value} must divide by {' × '.join(factors)} = {shards * parts}{sharing}; "
-                f"nearest legal values: {_nearest_multiples(value, shards * parts)}"
+                f"nearest legal values: {nearest_multiples(value, shards * parts)}"
             )
     length = config.data.sequence_length
     if config.parallel.sequence_parallel and length % sizes["tensor"]:
         raise ValueError(
             f"data.sequence_length={length} must divide by parallel.tensor={sizes['tensor']} with "
-            f"parallel.sequence_parallel; nearest legal values: {_nearest_multiples(length, sizes['tensor'])}"
+            f"parallel.sequence_parallel; nearest legal values: {nearest_multiples(length, sizes['tensor'])}"
         )
-
-
-def _nearest_multiples(value: int, factor: int) -> str:
-    below = value - value % factor
-    return ", ".join(str(number) for number in (below, below + factor) if number)

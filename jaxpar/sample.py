@@ -65,7 +65,7 @@ def _next_token_program(plan: Plan, temperature: float, vocab_size: int) -> Call
     """
     return jax.jit(
         partial(_next_token, plan, temperature, vocab_size),
-        in_shardings=(plan.param_shardings, plan.batch_sharding, plan.replicated, plan.replicated),
+        in_shardings=(None, plan.batch_sharding, plan.replicated, plan.replicated),
         out_shardings=plan.replicated,
     )
 
@@ -81,7 +81,7 @@ def _next_token(
 ) -> jax.Array:
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
     inputs = {"tokens": tokens_BT, "positions": positions_BT, "segment_ids": None}
-    prediction = nnx.merge(plan.structure, params)(inputs)
+    prediction = nnx.merge(plan.structure, plan.readable(params, plan.evaluated_table))(inputs)
     if isinstance(prediction, FactoredLogits):
         hidden_BTD = jax.lax.dynamic_slice_in_dim(prediction.hidden_BTD, last, 1, axis=1)
         logits_BTV = replace(prediction, hidden_BTD=hidden_BTD).logits()

@@ -1,41 +1,61 @@
 """The state of training and its initialisation, sharded from the start."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.config.schema import Config
-from jaxpar.optim import Optimizer, make_optimizer, make_schedule, state_axes
+from jaxpar.optim import AT_ONCE, MapUpdates, Optimizer, make_optimizer, make_schedule, role_axes, state_axes
+from jaxpar.parallel.offload import (
+    groups_through_device,
+    is_on_host,
+    layers_through_device,
+    update_layers_on_host,
+    update_on_host,
+)
 from jaxpar.parallel.rules import LogicalAxes, resolve_where_it_divides
 from jaxpar.plan import Plan
 from jaxpar.precision import Guard, GuardRules
 
-__all__ = ["TrainState", "abstract_state", "guard_rules", "init_state", "optimizer_of", "state_shardings"]
+__all__ = [
+    "TrainState",
+    "abstract_state",
+    "guard_rules",
+    "init_state",
+    "local_bytes",
+    "optimizer_of",
+    "state_shardings",
+]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("step", "params", "optimizer", "guard", "ema"), meta_fields=())
+@partial(jax.tree_util.register_dataclass, data_fields=("step", "params", "optimizer", "guard"), meta_fields=())
 @dataclass(frozen=True)
 class TrainState:
     """All that a step changes.
 
-    `step` counts the steps made (int32), skipped ones too; then come parameters, the optimizer's state, the guard
-    where steps that are not finite are skipped, and the parameters' moving average (float32) where one is kept.
+    `step` counts the steps made (int32), skipped ones too; then come parameters, the optimizer's state (with the
+    parameters' moving average, where one is kept), and the guard where steps that are not finite are skipped.
     """
 
     step: Any
     params: Any
     optimizer: Any
     guard: Guard | None = None
-    ema: Any = None
 
     @property
     def num_updates(self) -> Any:
         """Steps that changed the parameters."""
         return self.step if self.guard is None else self.step - self.guard.skipped
+
+    @property
+    def ema(self) -> Any:
+        """The parameters' moving average, float32; for `train.ema_decay` > 0."""
+        return jax.tree.map(lambda _, arrays: arrays["average"], self.params, self.optimizer["arrays"])
 
     def evaluated(self, config: Config) -> Any:
         """The parameters that `evaluation.parameters` names."""
@@ -53,6 +73,8 @@ def optimizer_of(plan: Plan) -> Optimizer:
         seed=config.run.seed,
         master_weights=config.precision.master_weights,
         rounding=config.precision.rounding,
+        average_decay=config.train.ema_decay,
+        map_updates=_map_updates(plan),
     )
 
 
@@ -89,10 +111,19 @@ def init_state(plan: Plan, optimizer: Optimizer) -> TrainState:
     return jax.jit(partial(_make_state, plan, optimizer), out_shardings=shardings)()
 
 
+def local_bytes(tree: Any, *, on_host: bool) -> int:
+    """Bytes of arrays, or of shapes with shardings, that each device has in its own memory, or in its host's."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if is_on_host(leaf.sharding) == on_host
+    )
+
+
 def _shardings(plan: Plan, shapes: TrainState) -> TrainState:
     def place(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes) -> NamedSharding:
-        spec = resolve_where_it_divides("optimizer", leaf.shape, axes, plan.rules.optimizer, plan.mesh.shape).spec
-        return NamedSharding(plan.mesh, spec)
+        on_host = plan.config.offload.optimizer_state == "host" and leaf.ndim > 0
+        return plan.sharding(_spec(plan, leaf.shape, axes), on_host=on_host)
 
     axes = state_axes(shapes.optimizer, plan.abstract_params, plan.axes)
     return TrainState(
@@ -100,8 +131,47 @@ def _shardings(plan: Plan, shapes: TrainState) -> TrainState:
         params=plan.param_shardings,
         optimizer=jax.tree.map(place, shapes.optimizer, axes),
         guard=jax.tree.map(lambda _: plan.replicated, shapes.guard),
-        ema=None if shapes.ema is None else plan.shardings(plan.rules.optimizer),
     )
+
+
+def _spec(plan: Plan, shape: tuple[int, ...], axes: LogicalAxes) -> PartitionSpec:
+    """Of an array of the optimizer's state."""
+    return resolve_where_it_divides("optimizer", shape, axes, plan.rules.optimizer, plan.mesh.shape).spec
+
+
+def _map_updates(plan: Plan) -> MapUpdates:
+    """How updates reach arrays that are in the host's memory."""
+    offload = plan.config.offload
+    if offload.optimizer_state == "none" and offload.parameters == "none":
+        return AT_ONCE
+    if offload.update_on_host:
+        return MapUpdates(layers=update_layers_on_host, others=update_on_host)
+
+    def specs(params: dict[str, jax.Array], arrays: dict[str, dict[str, jax.Array]]) -> Any:
+        of_arrays = {
+            path: {role: _spec(plan, a.shape, role_axes(role, path, plan.axes[path])) for role, a in roles.items()}
+            for path, roles in arrays.items()
+        }
+        return {path: plan.param_spec(path) for path in params}, of_arrays
+
+    def layers(
+        update: Any, shared: Any, indices: jax.Array, gradients: Any, arrays: Any, params: Any
+    ) -> tuple[Any, Any]:
+        def one(layer: jax.Array, gradients: Any, owned: tuple[Any, Any]) -> tuple[Any, Any]:
+            return update(shared, layer, gradients, owned[1], owned[0])
+
+        return layers_through_device(one, len(indices), gradients, (params, arrays), specs(params, arrays))
+
+    def others(update: Any, shared: Any, gradients: Any, arrays: Any, params: Any) -> tuple[Any, Any]:
+        def one(path: str, gradient: Any, owned: tuple[Any, Any]) -> tuple[Any, Any]:
+            params, arrays = update(shared, None, {path: gradient}, {path: owned[1]}, {path: owned[0]})
+            return params[path], arrays[path]
+
+        owned = {path: (params[path], arrays[path]) for path in params}
+        changed = groups_through_device(one, gradients, owned)
+        return {path: new[0] for path, new in changed.items()}, {path: new[1] for path, new in changed.items()}
+
+    return MapUpdates(layers, others)
 
 
 def _make_state(plan: Plan, optimizer: Optimizer) -> TrainState:
@@ -112,5 +182,4 @@ def _make_state(plan: Plan, optimizer: Optimizer) -> TrainState:
         params=params,
         optimizer=optimizer.init(params),
         guard=None if rules is None else rules.start(),
-        ema=jax.tree.map(lambda p: p.astype(jnp.float32), params) if plan.config.train.ema_decay else None,
     )

@@ -9,12 +9,11 @@ Each wrapper takes a function and returns one, and is the identity when off. The
 5. `reduced_once`: the same on each device's part of the batch, with one reduction at the end
 6. `mean_over_tokens`: the weight, which divides **once** by the global number of valid tokens; the loss scale
 7. `clipped`: gradients scaled down to the largest global norm; the first one that is not finite
-8. `updated`: the optimizer, the moving average; nothing but the guard changes at a step that is not finite
+8. `updated`: the optimizer; nothing but the guard changes at a step that is not finite
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from flax import nnx
 from jaxpar.optim import Optimizer, learning_rates, make_schedule
 from jaxpar.parallel.accumulation import accumulated
 from jaxpar.parallel.loss import LossSettings, LossSums, cross_entropy
+from jaxpar.parallel.offload import gradient_proxies
 from jaxpar.parallel.reduction import on_own_batch, summed_over_devices
 from jaxpar.plan import Plan
 from jaxpar.precision import in_compute_dtype, next_guard
@@ -80,7 +80,7 @@ class Step:
             return update(state, grads, metrics)
 
         def evaluate(params: Params, batch: Batch, byte_lengths: jax.Array) -> dict[str, jax.Array]:
-            _, sums = evaluation_loss(params, batch, None)
+            _, sums = evaluation_loss(plan.readable(params, plan.evaluated_table), batch, None)
             mask = batch["loss_mask"]
             num_bytes = jnp.where(mask, jnp.take(byte_lengths, batch["targets"]), 0).sum()
             return {"nats": sums.negative_log_likelihood, "tokens": mask.sum(), "bytes": num_bytes}
@@ -105,7 +105,7 @@ def make_gradients(plan: Plan) -> Gradients:
     settings = LossSettings(config.loss.z_loss, config.loss.label_smoothing, config.loss.chunk_tokens)
     loss = token_loss(plan, settings)
     loss = in_compute_dtype(loss, config.precision.compute, plan.axes)
-    weighted = accumulated(loss_gradients(loss), config.train.microbatches, plan.by_path, plan.axes)
+    weighted = accumulated(loss_gradients(loss, plan), config.train.microbatches, plan.by_path, plan.axes)
     return clipped(mean_over_tokens(reduced_once(weighted, plan)), config.train.max_grad_norm)
 
 
@@ -135,15 +135,15 @@ def token_loss(plan: Plan, settings: LossSettings) -> Loss:
     return loss
 
 
-def loss_gradients(loss: Loss) -> WeightedGradients:
+def loss_gradients(loss: Loss, plan: Plan) -> WeightedGradients:
     """Gradients of `weight` times the loss, and the sums, unweighted."""
 
     def gradients(params: Params, batch: Batch, keys_B: jax.Array | None, weight: jax.Array) -> tuple[Params, Metrics]:
-        def weighted(params: Params) -> tuple[jax.Array, LossSums]:
-            total, sums = loss(params, batch, keys_B)
+        def weighted(proxies: Params) -> tuple[jax.Array, LossSums]:
+            total, sums = loss(plan.readable(params, plan.rules.params, proxies), batch, keys_B)
             return weight * total, sums
 
-        grads, sums = jax.grad(weighted, has_aux=True)(params)
+        grads, sums = jax.grad(weighted, has_aux=True)(gradient_proxies(params))
         return grads, {"loss": sums.negative_log_likelihood, "objective": sums.loss}
 
     return gradients
@@ -206,19 +206,14 @@ def _make_update(
     plan: Plan, optimizer: Optimizer
 ) -> Callable[[TrainState, Params, Metrics], tuple[TrainState, Metrics]]:
     """Wrapper 8."""
-    decay = plan.config.train.ema_decay
     rules = guard_rules(plan.config)
 
     def updated(state: TrainState, grads: Params, accept: jax.Array | None) -> TrainState:
         grads = plan.constrained(grads, plan.rules.optimizer)
-        shards = plan.constrained(state.params, plan.rules.optimizer)
-        params, optimizer_state = optimizer.apply(grads, state.optimizer, shards, accept)
+        params = plan.constrained(state.params, plan.rules.optimizer)
+        params, optimizer_state = optimizer.apply(grads, state.optimizer, params, accept)
         params = plan.constrained(params, plan.rules.optimizer)
-        ema = state.ema
-        if ema is not None:
-            ema = jax.tree.map(lambda mean, new: decay * mean + (1 - decay) * new.astype(jnp.float32), ema, params)
-            ema = ema if accept is None else jax.tree.map(partial(jnp.where, accept), ema, state.ema)
-        return replace(state, step=state.step + 1, params=params, optimizer=optimizer_state, ema=ema)
+        return replace(state, step=state.step + 1, params=params, optimizer=optimizer_state)
 
     def guarded(state: TrainState, grads: Params, metrics: Metrics) -> tuple[TrainState, Metrics]:
         if rules is None:

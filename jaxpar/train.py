@@ -15,10 +15,10 @@ from jaxpar.checkpoint import Checkpoints, run_directory
 from jaxpar.command_line import FAULT, STOPPED, Stopped, StopSignals, run_command, user_errors
 from jaxpar.config import Config
 from jaxpar.data import Tokenizer, declared_vocab_size, make_tokenizer, open_data
-from jaxpar.metrics import make_progress
+from jaxpar.metrics import make_progress, with_unit
 from jaxpar.plan import Plan, make_plan
 from jaxpar.sample import continue_tokens
-from jaxpar.state import TrainState
+from jaxpar.state import TrainState, abstract_state, local_bytes
 from jaxpar.step import Step
 from jaxpar.trainer import Trainer
 
@@ -59,7 +59,7 @@ def _run(config: Config, signals: StopSignals) -> int:
             checkpoints = opened.enter_context(Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep))
             trainer = opened.enter_context(Trainer(plan, step, tokenizer, corpus, checkpoints, directory))
         if is_writer:
-            print("\n".join(_description(plan)), flush=True)
+            print("\n".join(_description(plan, step)), flush=True)
         with user_errors():
             progress = make_progress(
                 config.logging.progress if is_writer else "off",
@@ -78,7 +78,7 @@ def _run(config: Config, signals: StopSignals) -> int:
     return 0
 
 
-def _description(plan: Plan) -> list[str]:
+def _description(plan: Plan, step: Step) -> list[str]:
     config = plan.config
     num_parameters = sum(parameter.size for parameter in plan.parameters)
     sizes = " × ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items() if size > 1) or "1"
@@ -87,8 +87,16 @@ def _description(plan: Plan) -> list[str]:
     return [
         f"{getattr(config.model, 'name', 'model')}: {num_parameters:,} parameters, vocabulary {plan.vocab_size:,}",
         f"{plan.mesh.size} {device.platform} device(s){kind}: {sizes}",
+        _state_bytes(plan, step),
         *plan.notes,
     ]
+
+
+def _state_bytes(plan: Plan, step: Step) -> str:
+    state = abstract_state(plan, step.optimizer)
+    device, host = (with_unit(local_bytes(state, on_host=on_host)) for on_host in (False, True))
+    moved = plan.config.offload.optimizer_state == "host" or plan.config.offload.parameters == "host"
+    return f"state: {device} on each device" + (f", {host} of each in its host's memory" if moved else "")
 
 
 def _prompt(config: Config, tokenizer: Tokenizer) -> list[int]:

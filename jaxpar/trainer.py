@@ -31,9 +31,9 @@ from jaxpar.step import Step
 
 __all__ = ["Start", "Trainer", "evaluate", "find_start"]
 
-_MAY_CHANGE = ("parallel", "logging", "hardware", "runtime", "checkpoint", "evaluation", "kernels", "remat", "run.dir",
-               "train.num_steps", "train.microbatches", "train.max_skipped", "data.cache_dir", "data.prefetch",
-               "loss.chunk_tokens")  # fmt: skip
+_MAY_CHANGE = ("parallel", "offload", "logging", "hardware", "runtime", "checkpoint", "evaluation", "kernels", "remat",
+               "run.dir", "train.num_steps", "train.microbatches", "train.max_skipped", "data.cache_dir",
+               "data.prefetch", "loss.chunk_tokens")  # fmt: skip
 
 
 @dataclass(frozen=True)

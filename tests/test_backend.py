@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from jaxpar import compiler_flags as flags_module
 from jaxpar.backend import has_float8_products, matrix_product_forms, prepare
+from jaxpar.compiler_flags import compiler_flags, expected_platform, without_combining
 from jaxpar.config.schema import ParallelConfig, RuntimeConfig
 from jaxpar.parallel.constrain import Execution
 
@@ -18,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 _PREPARED = """
 import os
 from jaxpar.backend import prepare
+from jaxpar.compiler_flags import compiler_flags, expected_platform, without_combining
 from jaxpar.config.schema import ParallelConfig, RuntimeConfig
 runtime = RuntimeConfig(xla_flags=("--xla_cpu_multi_thread_eigen=false",), compilation_cache="programs")
 print(*prepare(ParallelConfig(simulated_devices=3), runtime), sep="\\n")
@@ -45,6 +48,82 @@ def test_devices_flags_and_cache_are_set_and_said(tmp_path: Path) -> None:
     assert given[0] == "--xla_cpu_multi_thread_eigen=true"
     assert given[-1] == "--xla_cpu_multi_thread_eigen=false"
     assert given[1:] == said.removeprefix("XLA_FLAGS: ").split()
+
+
+_WITH_A_PLUGIN = """
+import os
+from jaxpar.backend import prepare
+from jaxpar.config.schema import ParallelConfig, RuntimeConfig
+parallel = ParallelConfig(bucket_bytes=1000)
+print(*prepare(parallel, RuntimeConfig(xla_flags=("--xla_gpu_all_reduce_combine_threshold_bytes=3",))), sep="\\n")
+print(os.environ["XLA_FLAGS"])
+import jax
+print(float(jax.jit(lambda x: x + 1)(1.0)), jax.default_backend())
+"""
+
+
+def test_flags_of_an_accelerator_that_is_not_there_end_no_run(tmp_path: Path) -> None:
+    """A GPU plugin that is installed, without a GPU: XLA knows every flag, and the CPU computes as ever."""
+    (tmp_path / "stub.dist-info").mkdir()
+    (tmp_path / "stub.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: stub\nVersion: 1\n")
+    (tmp_path / "stub.dist-info" / "entry_points.txt").write_text("[jax_plugins]\nxla_cuda12 = stub\n")
+    (tmp_path / "stub.py").write_text("def initialize():\n    pass\n")
+    own = "--xla_gpu_all_gather_combine_threshold_bytes=2"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "XLA_FLAGS": own}
+    environment.pop("JAX_PLATFORMS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", _WITH_A_PLUGIN], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ours, *_, flags, result = done.stdout.splitlines()
+    expected = compiler_flags("gpu", ParallelConfig(bucket_bytes=1000))
+    assert ours == f"XLA_FLAGS: {' '.join(expected)} (runtime.default_flags)"
+    # The last of several wins: ours come first.
+    assert flags.split() == [*expected, own, "--xla_gpu_all_reduce_combine_threshold_bytes=3"]
+    assert result == "2.0 cpu"
+
+
+def test_flags_are_those_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = ParallelConfig(bucket_bytes=4096)
+    assert "--xla_gpu_reduce_scatter_combine_threshold_bytes=4096" in compiler_flags("gpu", parallel)
+    assert compiler_flags("tpu", parallel) == ["--xla_jf_crs_combiner_threshold_in_bytes=4096"]
+    assert compiler_flags("cpu", parallel) == compiler_flags("rocm", parallel) == []
+    off = [f"--{name}={value}" for name, value in without_combining("cuda").items()]
+    assert [flag for flag in compiler_flags("gpu", ParallelConfig(bucket_bytes=0)) if flag in off] == off != []
+    assert without_combining("cpu") == {}
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    monkeypatch.setattr(flags_module, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms="tpu,cpu")))
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--mine")
+    monkeypatch.setenv("XLA_FLAGS", "")
+    quiet = {"compilation_cache": "", "default_flags": True}
+    assert prepare(parallel, RuntimeConfig(**quiet | {"default_flags": False})) == []
+    (line,) = prepare(parallel, RuntimeConfig(**quiet))
+    assert line == "LIBTPU_INIT_ARGS: --xla_jf_crs_combiner_threshold_in_bytes=4096 (runtime.default_flags)"
+    assert os.environ["LIBTPU_INIT_ARGS"] == "--xla_jf_crs_combiner_threshold_in_bytes=4096 --mine"
+    assert os.environ["XLA_FLAGS"] == ""
+
+
+@pytest.mark.parametrize(
+    ("simulated", "asked", "plugins", "libtpu", "platform"),
+    [
+        (8, "cuda", ["xla_cuda12"], True, "cpu"),
+        (0, "cuda,cpu", [], False, "gpu"),
+        (0, "cpu", ["xla_cuda12"], True, "cpu"),
+        (0, None, ["xla_cuda13"], False, "gpu"),
+        (0, None, ["xla_cuda13"], True, "tpu"),
+        (0, "", ["another"], False, "cpu"),
+        (0, None, [], False, "cpu"),
+    ],
+)
+def test_the_platform_is_known_before_jax_starts(
+    monkeypatch: pytest.MonkeyPatch, simulated: int, asked: str | None, plugins: list[str], libtpu: bool, platform: str
+) -> None:
+    monkeypatch.setattr(flags_module, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms=asked)))
+    found = [SimpleNamespace(name=name) for name in plugins]
+    monkeypatch.setattr(flags_module.importlib.metadata, "entry_points", lambda group: found)
+    monkeypatch.setattr(flags_module.importlib.util, "find_spec", lambda name: object() if libtpu else None)
+    assert expected_platform(ParallelConfig(simulated_devices=simulated)) == platform
 
 
 def test_a_cache_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

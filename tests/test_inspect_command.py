@@ -1,5 +1,6 @@
 """`python -m jaxpar.inspect`: every parameter with its place and bytes, totals, and what the compiled step does."""
 
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from jaxpar import backend
 from jaxpar.config import load_config
 from jaxpar.inspect import main
+from jaxpar.metrics import find_accelerator
 from jaxpar.plan import make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -90,41 +92,114 @@ def test_every_parameter_has_its_place_and_its_bytes(
     assert rows["final_norm/scale"] == ["64", "norm→·", "64", "256 B", "replicated: no rule splits norm"]
 
     state = {row[0]: row[1:] for row in rows_of(out, "State")}
-    assert state.keys() == {"parameters", "gradients", "optimizer"}
+    assert list(state) == ["parameters", "gradients", "optimizer", "counters", "all"]
     elements = sum(parameter.size for parameter in plan.parameters)
     local_bytes = sum(parameter.local_bytes for parameter in plan.parameters)
     assert state["parameters"] == state["gradients"]
-    assert state["parameters"][0] == f"{elements:,}"
-    assert num_bytes(state["parameters"][1]) == pytest.approx(local_bytes, rel=1e-3)
-    assert num_bytes(state["parameters"][2]) == pytest.approx(4 * elements, rel=1e-3)
-    # AdamW: two moments a parameter, and the count of updates.
-    assert state["optimizer"][0] == f"{2 * elements + 1:,}"
-    assert num_bytes(state["optimizer"][1]) == pytest.approx(2 * local_bytes + 4, rel=1e-3)
+    assert state["parameters"][:2] == ["float32", f"{elements:,}"]
+    assert num_bytes(state["parameters"][2]) == pytest.approx(local_bytes, rel=1e-3)
+    assert num_bytes(state["parameters"][4]) == pytest.approx(4 * elements, rel=1e-3)
+    # AdamW: two moments a parameter; the steps made, and the updates.
+    assert state["optimizer"][:2] == ["float32", f"{2 * elements:,}"]
+    assert num_bytes(state["optimizer"][2]) == pytest.approx(2 * local_bytes, rel=1e-3)
+    assert state["counters"] == ["int32", "2", "8 B", "0 B", "8 B"]
+    assert num_bytes(state["all"][2]) == pytest.approx(4 * local_bytes, rel=2e-3)
+    # Two moments of norm scales: one of each layer's two norms, and the last.
+    assert f"\noptimizer arrays that no rule splits: 6, with {2 * 5 * 64 * 4 / 1024:.1f} KiB a device\n" in out
+    assert "do not divide" not in out
 
 
-def test_gradients_have_bytes_of_their_own(inspect: Callable[..., int], capsys: pytest.CaptureFixture) -> None:
-    """In float32 beside bfloat16 parameters, and in stage 2 split although parameters are whole."""
-    precision = ("precision.parameters=bfloat16", "precision.master_weights=true", "precision.compute=bfloat16")
-    shown = {}
-    for stage in (1, 2):
-        assert inspect("--no-compile", f"parallel.zero_stage={stage}", "train.ema_decay=0.9", *precision) == 0
-        shown[stage] = {row[0]: num_bytes(row[2]) for row in rows_of(capsys.readouterr().out, "State")}
-    assert shown[1]["gradients"] == pytest.approx(2 * shown[1]["parameters"], rel=0.01)
-    assert shown[2]["parameters"] == shown[1]["parameters"]
-    assert shown[2]["gradients"] == pytest.approx(shown[1]["gradients"] / 2, rel=0.02)
-    assert shown[1]["moving average"] == pytest.approx(shown[2]["gradients"], rel=1e-3)
+def test_every_part_of_the_state_has_its_format_and_its_memory(
+    inspect: Callable[..., int], capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    overrides = [
+        "parallel.zero_stage=1", "train.microbatches=4", "train.ema_decay=0.9", "precision.parameters=bfloat16",
+        "precision.compute=bfloat16", "precision.master_weights=true", "train.on_nonfinite=skip",
+        "offload.optimizer_state=host",
+    ]  # fmt: skip
+    assert inspect("--no-compile", *overrides) == 0
+    state = {row[0]: row[1:] for row in rows_of(capsys.readouterr().out, "State")}
+    plan = make_plan(load_config(tmp_path / "run.toml", overrides), jax.devices(), 257)
+    # Stage 1 splits the optimizer's arrays alone; sums of microbatches are float32.
+    elements = sum(parameter.local_bytes for parameter in plan.parameters) / 2
+    table = plan.shardings(plan.rules.optimizer)
+    split = sum(
+        math.prod(sharding.shard_shape(parameter.shape))
+        for parameter, sharding in zip(plan.parameters, jax.tree.leaves(table), strict=True)
+    )
+    assert split < 0.6 * elements
+    for name, format_, device, host in (
+        ("parameters", "bfloat16", 2 * elements, 0),
+        ("gradients", "float32", 4 * elements, 0),
+        ("master weights", "float32", 0, 4 * split),
+        ("moving average", "float32", 0, 4 * split),
+        ("optimizer", "float32", 0, 8 * split),
+        # Steps and updates; skipped steps, and how many in a row.
+        ("counters", "int32", 16, 0),
+    ):
+        assert state[name][0] == format_, name
+        assert num_bytes(state[name][2]) == pytest.approx(device, rel=1e-3), name
+        assert num_bytes(state[name][3]) == pytest.approx(host, rel=1e-3), name
+    assert num_bytes(state["all"][2]) == pytest.approx(6 * elements, rel=1e-2)
+    assert num_bytes(state["all"][3]) == pytest.approx(16 * split, rel=1e-2)
+
+
+@pytest.mark.parametrize("where", ["none", "host"])
+def test_a_gradient_has_its_parameters_format_and_is_on_the_device(
+    where: str, inspect: Callable[..., int], capsys: pytest.CaptureFixture
+) -> None:
+    bfloat16 = ["precision.parameters=bfloat16", "precision.compute=bfloat16", "precision.master_weights=true"]
+    assert inspect("--no-compile", *bfloat16, "remat.policy=full", f"offload.parameters={where}") == 0
+    state = {row[0]: row[1:] for row in rows_of(capsys.readouterr().out, "State")}
+    assert state["gradients"][0] == "bfloat16"
+    assert state["gradients"][3] == "0 B"
+    assert (state["parameters"][3] != "0 B") is (where == "host")
+
+
+def test_arrays_that_are_too_small_to_split_are_listed(
+    inspect: Callable[..., int], capsys: pytest.CaptureFixture
+) -> None:
+    assert inspect("--no-compile", "optimizer={name='adamw8bit', min_size=1}") == 0
+    rows = rows_of(capsys.readouterr().out, "Optimizer arrays that do not divide as their rule says")
+    # The scales of blocks of 256 along the width of 64: one block.
+    reason = "vocab → tensor; embed whole: 1 does not divide over fsdp = 2"
+    assert ["embedding/table", "first_scales", "384×1", "384 B", reason] in rows
+    assert {row[1] for row in rows} == {"first_scales", "second_scales"}
+
+
+def test_buckets_are_compared_with_arrays_sent_alone(
+    inspect: Callable[..., int], capsys: pytest.CaptureFixture
+) -> None:
+    overrides = ["parallel.zero_stage=1", "parallel.tensor=1", "parallel.fsdp=8", "train.batch_size=16",
+                 "train.microbatches=2", "model.num_layers=1"]  # fmt: skip
+    assert inspect("--buckets", *overrides) == 0
+    out = capsys.readouterr().out
+    title = "Collectives before and after combining (parallel.bucket_bytes=33554432)"
+    rows = {(row[0], row[1]): row[2:] for row in rows_of(out, title)}
+    scattered = rows["fsdp", "reduce-scatter"]
+    # Nine matrices: q, k, v, output, gate, up, down, table and head.
+    assert (scattered[0], scattered[3]) == ("9", "1")
+    assert scattered[2] == scattered[5]
+    assert num_bytes(scattered[1]) == pytest.approx(num_bytes(scattered[4]) / 9, rel=0.01)
+    state = {row[0]: row[1:] for row in rows_of(out, "State")}
+    assert num_bytes(scattered[5]) == pytest.approx(num_bytes(state["gradients"][4]), rel=0.02)
+    assert inspect("--buckets", "--no-compile") == 2
+    assert capsys.readouterr().err == "--buckets compares compiled steps: leave out --no-compile\n"
 
 
 def test_the_compiled_step_shows_memory_and_collectives(
-    inspect: Callable[..., int], capsys: pytest.CaptureFixture
+    inspect: Callable[..., int], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    h100 = find_accelerator("NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("jaxpar.inspect.find_accelerator", {"cpu": h100}.get)
     assert inspect("parallel.fsdp=1", "parallel.data=8", "parallel.tensor=1", "model.num_layers=1") == 0
     out = capsys.readouterr().out
     memory = {row[0]: num_bytes(row[1]) for row in rows_of(out, "Memory of the compiled step, a device")}
-    state = {row[0]: num_bytes(row[2]) for row in rows_of(out, "State")}
+    state = {row[0]: num_bytes(row[3]) for row in rows_of(out, "State")}
     # The state and one row of a batch come in: four int32 and a mask of 16 tokens each.
     assert memory["argument"] == pytest.approx(state["parameters"] + state["optimizer"] + 17 * 16, rel=0.01)
     assert memory["temp"] > 0
+    assert memory["of an H100 SXM's"] == pytest.approx(80e9, rel=0.01)
     rows = [row for row in rows_of(out, "Collectives of the compiled step, a device") if row[1] == "all-reduce"]
     # Each gradient is reduced once over 8 devices, which sends 2·7/8 of it; a few scalars beside.
     (row,) = [row for row in rows if row[0] == "data"]
@@ -152,4 +227,7 @@ def test_an_impossible_layout_and_an_unknown_option_are_refused(
     assert inspect("parallel.fsdp=3") == 2
     assert capsys.readouterr().err.startswith("parallel.fsdp=3 × parallel.tensor=4 asks for 12 devices")
     assert inspect("--no-compiling") == 2
-    assert capsys.readouterr().err == "unknown option --no-compiling; options: --no-compile, --print-config, --help\n"
+    assert (
+        capsys.readouterr().err
+        == "unknown option --no-compiling; options: --no-compile, --buckets, --print-config, --help\n"
+    )

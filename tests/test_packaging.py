@@ -6,9 +6,13 @@ import sys
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
+from pydantic.fields import FieldInfo
 
-from jaxpar.config import dump_toml, load_config, parse_config
+from jaxpar.config import Config, dump_toml, load_config, parse_config
+from jaxpar.config.fields import field_annotation, unwrap, variants
+from jaxpar.plan import make_plan
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -57,6 +61,41 @@ def test_files_that_the_metadata_names_exist() -> None:
     assert all((ROOT / name).is_file() for name in PROJECT["license-files"])
     licence = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert licence.split()[:5] == ["Apache", "License", "Version", "2.0,", "January"]
+
+
+def test_every_toml_of_the_readme_is_a_run() -> None:
+    """All but the user's own model, which has a test of its own, make a plan on 8 devices."""
+    blocks = re.findall(r"^```toml\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    shown = [tomllib.loads(block) for block in blocks if not block.startswith("# my_model.toml")]
+    assert len(shown) >= 7
+    for table in shown:
+        precision = table.setdefault("precision", {})
+        precision["emulate_float8"] = precision.get("products") == "float8"
+        config = parse_config({"model": {"name": "transformer", "vocab_size": 384}} | table)
+        make_plan(config, jax.devices(), getattr(config.model, "vocab_size", 0) or 384)
+
+
+def test_keys_that_documents_name_exist() -> None:
+    sections = {name: _classes(field) for name, field in Config.model_fields.items() if name != "model"}
+    named = {
+        (section, key)
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
+        for section, key in re.findall(r"(?<![\w./])([a-z]+)\.([a-z]\w*)", (ROOT / name).read_text(encoding="utf-8"))
+        if section in sections and key not in ("py", "toml", "md", "run")
+    }
+    assert ("parallel", "zero_stage") in named
+    unknown = [
+        f"{section}.{key}"
+        for section, key in sorted(named)
+        if not any(key in fields.model_fields for fields in sections[section])
+    ]
+    # The README shows what happens to a key that is misspelt.
+    assert unknown == ["parallel.tensr"]
+
+
+def _classes(field: FieldInfo) -> list[type]:
+    annotation, _ = unwrap(field_annotation(field))
+    return list(variants(annotation).values()) or [annotation]
 
 
 def test_links_of_the_documents_lead_somewhere() -> None:

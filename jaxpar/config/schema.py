@@ -239,7 +239,8 @@ class ParallelConfig(Section):
     """Split the residual stream's sequence over `tensor` too, so that norms and dropout are not repeated (Korthikanti
     2022)."""
     bucket_bytes: NonNegative = 33554432
-    """Gradients that are summed after the last microbatch are sent together up to this many bytes."""
+    """Gradients that are summed after the last microbatch are sent together up to this many bytes, and on accelerators
+    other small arrays too; 0 sends each alone."""
     simulated_devices: NonNegative = 0
     """Simulate this many devices on the CPU; 0 uses the devices there are."""
 
@@ -275,6 +276,20 @@ class PrecisionConfig(Section):
     """Smallest value of a dynamic loss scale."""
     scale_max: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 16777216.0
     """Largest value of a dynamic loss scale."""
+
+
+class OffloadConfig(Section):
+    """What lives in the host's memory instead of the device's, and comes to the device a layer at a time."""
+
+    optimizer_state: Literal["none", "host"] = "none"
+    """"host": the optimizer's state (with master weights and moving average) is moved to the device for the update of
+    its layer, while the next layer's is on its way (ZeRO-Offload, Ren 2021)."""
+    parameters: Literal["none", "host"] = "none"
+    """"host": the layers' parameters are moved to the device when their layer runs, forward and again backward; needs
+    `remat.policy` "full" or "dots"."""
+    update_on_host: bool = False
+    """Compute the update itself on the host, so that only gradients and parameters travel; for optimizers that treat
+    each element for itself ("adamw" with float32 moments, "sgd", "lion")."""
 
 
 class RematConfig(Section):
@@ -347,8 +362,12 @@ class HardwareConfig(Section):
 class RuntimeConfig(Section):
     """What must be set before JAX starts; printed by the command line, ignored when jaxpar is used as a library."""
 
+    default_flags: bool = True
+    """Set the compiler flags that jaxpar knows for the accelerator (`jaxpar/compiler_flags.py`), before those of the
+    environment, which win."""
     xla_flags: tuple[str, ...] = Field(default=(), strict=False)
-    """Flags for XLA, added to the environment's XLA_FLAGS; XLA itself ends the process at one that it does not know."""
+    """Flags for XLA, after the environment's XLA_FLAGS, so that they win; XLA itself ends the process at one that it
+    does not know."""
     compilation_cache: str = ".cache/jaxpar/compiled"
     """Where compiled programs are kept between runs; empty keeps none."""
 
@@ -367,6 +386,7 @@ class Config(Section):
     """The learning rate over the run."""
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    offload: OffloadConfig = OffloadConfig()
     remat: RematConfig = RematConfig()
     kernels: KernelsConfig = KernelsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -13,10 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxpar.locks import lock_file
+
 __all__ = ["cached_directory", "content_key"]
 
 _META = "meta.json"
-_LOCKING_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 _logger = logging.getLogger(__name__)
 
@@ -94,16 +94,11 @@ def _lock(path: Path) -> Iterator[bool]:
     """Hold an exclusive lock that ends with the process; yield False where the file system has none."""
     with path.open("a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = lock_file(file, wait=False)
         except BlockingIOError:
             _logger.info("waiting for another process that makes %s", path.with_suffix(""))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _LOCKING_UNSUPPORTED:
-                raise
-            yield False
-            return
-        yield True
+            locked = lock_file(file, wait=True)
+        yield locked
 
 
 def _remove_leftovers(directory: Path) -> None:

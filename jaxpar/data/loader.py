@@ -13,6 +13,7 @@ from jaxpar.data.opening import Corpus
 from jaxpar.data.packing import Batch, blank_row, num_full_windows, num_windows, pack_window, stack_rows
 from jaxpar.data.sources import nothing_left
 from jaxpar.data.streams import TokenStream
+from jaxpar.multiples import nearest_multiples
 
 __all__ = ["TrainBatches", "heldout_batches", "train_batches"]
 
@@ -144,12 +145,9 @@ def _block(batch_size: int, process_index: int, process_count: int) -> range:
     """Return the rows of a batch that are a process's."""
     assert 0 <= process_index < process_count
     if batch_size % process_count:
-        legal = [
-            size for size in (batch_size - batch_size % process_count, batch_size + -batch_size % process_count) if size
-        ]
         raise ValueError(
             f"a batch of {batch_size} sequences (train.batch_size or evaluation.batch_size) must be a multiple of the "
-            f"{process_count} processes; nearest legal values: {', '.join(map(str, legal))}"
+            f"{process_count} processes; nearest legal values: {nearest_multiples(batch_size, process_count)}"
         )
     num_rows = batch_size // process_count
     return range(process_index * num_rows, (process_index + 1) * num_rows)

@@ -10,6 +10,7 @@ from typing import Literal, Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
 
 from jaxpar.metrics.flops import CONVENTION
 from jaxpar.metrics.writers import Value
@@ -118,7 +119,8 @@ class _Bar(_Display):
         self._num_steps = num_steps
         self._shown: dict[str, Value] = {}
         self._bar = RichProgress(
-            MofNCompleteColumn(),
+            # The figures give way on a narrow terminal, the count of steps does not.
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(num_steps)) + 1)),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[figures]}", markup=False),
             console=console,

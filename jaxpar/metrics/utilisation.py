@@ -45,7 +45,6 @@ class Throughput:
         self._tokens_per_step = tokens_per_step
         self._flops_per_token = flops_per_token
         self._peak_flops_total = peak_flops_total
-        self._first: tuple[int, float] | None = None
         self._taken: tuple[int, float] | None = None
         self._last: tuple[int, float] | None = None
         self._latest_seconds = float("-inf")
@@ -65,8 +64,8 @@ class Throughput:
             raise ValueError(f"step {step} was synchronised after step {self._last[0]}; steps must increase")
         self._advance(now_seconds)
         self._last = (step, now_seconds - self._paused_seconds)
-        if self._first is None:
-            self._first = self._taken = self._last
+        if self._taken is None:
+            self._taken = self._last
 
     def pause(self, step: int, now_seconds: float) -> None:
         """Excludes what follows (evaluation, a checkpoint) until `resume`; `step` is the last one dispatched.
@@ -103,10 +102,6 @@ class Throughput:
         if rates is not None:
             self._taken = self._last
         return rates
-
-    def overall(self) -> Rates | None:
-        """Averages since the first synchronised step; None before a second one."""
-        return self._between(self._first, self._last)
 
     def _between(self, start: tuple[int, float] | None, end: tuple[int, float] | None) -> Rates | None:
         if start is None or end is None or end[0] == start[0] or end[1] <= start[1]:

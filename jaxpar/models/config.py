@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from jaxpar.multiples import nearest_multiples
+
 if TYPE_CHECKING:
     from flax import nnx
 
@@ -114,10 +116,9 @@ class TransformerConfig(BaseModel):
                 f"num_kv_heads={self.kv_heads} must divide num_heads={self.num_heads}; legal values: {legal}"
             )
         if not self.head_dim and self.embed_dim % self.num_heads:
-            below = self.embed_dim - self.embed_dim % self.num_heads
             raise ValueError(
                 f"embed_dim={self.embed_dim} must divide by num_heads={self.num_heads} unless head_dim is set; "
-                f"nearest legal values: {below}, {below + self.num_heads}"
+                f"nearest legal values: {nearest_multiples(self.embed_dim, self.num_heads)}"
             )
         if self.positions == "rotary" and self.head_width % 2:
             raise ValueError(f"head_dim={self.head_width} must be even for rotary positions")

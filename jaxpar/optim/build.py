@@ -14,8 +14,8 @@ from jaxpar.optim.adam import adamw, adamw8bit
 from jaxpar.optim.matrices import matrix_view
 from jaxpar.optim.momentum import lion, sgd
 from jaxpar.optim.muon import muon
-from jaxpar.optim.per_layer import MapLayers, Optimizer, is_stacked, layers_at_once, per_layer
-from jaxpar.optim.rule import Context, Rounding, Rule, StoredRule, scaled, stored, with_weight_decay
+from jaxpar.optim.per_layer import AT_ONCE, MapUpdates, Optimizer, is_stacked, per_layer
+from jaxpar.optim.rule import Context, Rounding, Rule, StoredRule, averaged, scaled, stored, with_weight_decay
 from jaxpar.optim.sm3 import sm3
 from jaxpar.parallel.rules import LogicalAxes
 
@@ -41,7 +41,8 @@ def make_optimizer(
     seed: int,
     master_weights: bool = False,
     rounding: Rounding = "nearest",
-    map_layers: MapLayers = layers_at_once,
+    average_decay: float = 0.0,
+    map_updates: MapUpdates = AT_ONCE,
 ) -> Optimizer:
     """The update rule for parameters with the paths and logical axes `axes`.
 
@@ -52,15 +53,19 @@ def make_optimizer(
       seed: Of random bits, where something is rounded stochastically.
       master_weights: Whether 16-bit parameters have a float32 copy in the state.
       rounding: How the update of a bfloat16 parameter is rounded.
-      map_layers: How the update of one layer is mapped over the layers of stacked parameters.
+      average_decay: Of a moving average of the parameters, kept in the state; 0 keeps none.
+      map_updates: How updates are mapped over the layers of stacked parameters, and over the others.
 
     Raises:
       ValueError: a pattern of `optimizer.no_decay` matches no parameter, or there are no layers for
         `optimizer.layer_decay`.
     """
     _check_parameters(config, axes)
-    rules = {path: _rule(config, path, names, master_weights, rounding) for path, names in axes.items()}
-    return per_layer(rules, axes, learning_rates(config, schedule), seed=seed, map_layers=map_layers)
+    rules = {
+        path: averaged(_rule(config, path, names, master_weights, rounding), average_decay)
+        for path, names in axes.items()
+    }
+    return per_layer(rules, axes, learning_rates(config, schedule), seed=seed, map_updates=map_updates)
 
 
 @singledispatch

@@ -3,7 +3,7 @@
 What an array is follows from its role:
 
 - "rows", "columns": a statistic for each row or column of the parameter as a matrix; it has that dim's axis
-- "first", "second", "master": a moment or a float32 copy, of the parameter's shape
+- "first", "second", "master", "average": a moment, a float32 copy or a moving average, of the parameter's shape
 - "first_codes", "second_codes": an 8-bit moment, of the parameter's shape
 - "first_scales", "second_scales": scales of blocks along the parameter's last dim, whose axis the blocks have
 """
@@ -23,7 +23,16 @@ _OF_MATRIX: dict[str, Callable[[MatrixView], LogicalAxes]] = {
     "rows": lambda view: (view.row_axis,),
     "columns": lambda view: (view.column_axis,),
 }
-_LIKE_PARAMETER = ("first", "second", "master", "first_codes", "second_codes", "first_scales", "second_scales")
+_LIKE_PARAMETER = (
+    "first",
+    "second",
+    "master",
+    "average",
+    "first_codes",
+    "second_codes",
+    "first_scales",
+    "second_scales",
+)
 
 
 def state_axes(abstract_state: Any, abstract_params: Any, axes: Mapping[str, LogicalAxes]) -> Any:

@@ -13,15 +13,27 @@ from jaxpar.optim.rounding import random_key
 from jaxpar.optim.rule import Arrays, Context, StoredRule
 from jaxpar.parallel.rules import LogicalAxes
 
-__all__ = ["MapLayers", "Optimizer", "is_stacked", "layers_at_once", "per_layer"]
+__all__ = ["AT_ONCE", "MapUpdates", "Optimizer", "is_stacked", "per_layer"]
 
 Params = Any
 State = dict[str, Any]
-UpdateLayer = Callable[..., tuple[dict[str, jax.Array], dict[str, Arrays]]]
-"""(layer index, gradients, state, parameters of one layer) → (new parameters, new state), each by path."""
-MapLayers = Callable[..., tuple[dict[str, jax.Array], dict[str, Arrays]]]
-"""(`UpdateLayer`, layer indices, gradients, state, parameters) → (new parameters, new state), whose arrays all have the
-layer as their first dim."""
+Group = dict[str, Any]
+"""Path → gradient, state or parameter; of one layer, or stacked."""
+Shared = dict[str, jax.Array]
+"""Scalars of an update: `count`, `rate`, and `accept` where an update may be turned down."""
+UpdateGroup = Callable[..., tuple[Group, Group]]
+"""(`Shared`, layer index or None, gradients, state, parameters) → (new parameters, new state)."""
+
+
+class MapUpdates(NamedTuple):
+    """How an `UpdateGroup` is mapped over arrays.
+
+    `layers(update, shared, layer indices, gradients, state, parameters)` over the first dim of all arrays, and
+    `others(update, shared, gradients, state, parameters)` over parameters that are in no stack.
+    """
+
+    layers: Callable[..., tuple[Group, Group]]
+    others: Callable[..., tuple[Group, Group]]
 
 
 class Optimizer(NamedTuple):
@@ -37,9 +49,11 @@ class Optimizer(NamedTuple):
     apply: Callable[..., tuple[Params, State]]
 
 
-def layers_at_once(update: UpdateLayer, layers: jax.Array, *stacked: Any) -> Any:
-    """`update` of all layers in one batched computation."""
-    return jax.vmap(update)(layers, *stacked)
+AT_ONCE = MapUpdates(
+    layers=lambda update, shared, layers, *stacked: jax.vmap(partial(update, shared))(layers, *stacked),
+    others=lambda update, shared, *groups: update(shared, None, *groups),
+)
+"""All layers in one batched computation, then everything else."""
 
 
 def is_stacked(axes: LogicalAxes) -> bool:
@@ -53,7 +67,7 @@ def per_layer(
     schedule: optax.Schedule,
     *,
     seed: int,
-    map_layers: MapLayers = layers_at_once,
+    map_updates: MapUpdates = AT_ONCE,
 ) -> Optimizer:
     """The optimizer that applies `rules[path]` to every parameter, mapped over the layers of those that are stacked.
 
@@ -81,16 +95,18 @@ def per_layer(
         jax.tree_util.tree_map_with_path(collect, params, gradients, state["arrays"])
         count = state["count"]
         stacks = _stacks({path: parameter for path, (*_, parameter) in by_path.items()}, axes)
-        context = partial(_context, count, jnp.asarray(schedule(count), jnp.float32), seed, max(stacks, default=0))
-        new_params: dict[str, jax.Array] = {}
-        new_arrays: dict[str, Arrays] = {}
+        deepest = max(stacks, default=0)
+        shared: Shared = {"count": count, "rate": jnp.asarray(schedule(count), jnp.float32)}
+        shared |= {} if accept is None else {"accept": accept}
+        new_params: Group = {}
+        new_arrays: Group = {}
         for num_layers, members in stacks.items():
-            update = _if_accepted(_update_of_layer(rules, partial(context, num_layers)), accept)
+            update = _if_accepted(_update_of_group(rules, seed, num_layers or deepest))
             operands = [{path: by_path[path][part] for path in members} for part in range(3)]
             if num_layers:
-                changed = map_layers(update, jnp.arange(num_layers, dtype=jnp.int32), *operands)
+                changed = map_updates.layers(update, shared, jnp.arange(num_layers, dtype=jnp.int32), *operands)
             else:
-                changed = update(None, *operands)
+                changed = map_updates.others(update, shared, *operands)
             new_params |= changed[0]
             new_arrays |= changed[1]
         next_count = optax.safe_increment(count)
@@ -100,15 +116,18 @@ def per_layer(
     return Optimizer(init, apply)
 
 
-def _update_of_layer(rules: Mapping[str, StoredRule], context: Callable[..., Context]) -> UpdateLayer:
+def _update_of_group(rules: Mapping[str, StoredRule], seed: int, num_layers: int) -> UpdateGroup:
     def update(
-        layer: jax.Array | None,
-        gradients: dict[str, jax.Array],
-        arrays: dict[str, Arrays],
-        parameters: dict[str, jax.Array],
-    ) -> tuple[dict[str, jax.Array], dict[str, Arrays]]:
+        shared: Shared, layer: jax.Array | None, gradients: Group, arrays: Group, parameters: Group
+    ) -> tuple[Group, Group]:
+        def context(path: str) -> Context:
+            def key(purpose: str) -> jax.Array:
+                return random_key(seed, f"{path}:{purpose}", shared["count"], 0 if layer is None else layer)
+
+            return Context(shared["count"], shared["rate"], key, layer, num_layers)
+
         changed = {
-            path: rules[path].apply(gradients[path], arrays[path], parameter, context(layer, path))
+            path: rules[path].apply(gradients[path], arrays[path], parameter, context(path))
             for path, parameter in parameters.items()
         }
         return {path: new[0] for path, new in changed.items()}, {path: new[1] for path, new in changed.items()}
@@ -116,28 +135,18 @@ def _update_of_layer(rules: Mapping[str, StoredRule], context: Callable[..., Con
     return update
 
 
-def _if_accepted(update: UpdateLayer, accept: jax.Array | None) -> UpdateLayer:
-    """The choice is made layer by layer, so that it is made where the layer's arrays are when they are updated."""
+def _if_accepted(update: UpdateGroup) -> UpdateGroup:
+    """The choice is made group by group, so that it is made where the arrays are when they are updated."""
 
     def chosen(
-        layer: jax.Array | None,
-        gradients: dict[str, jax.Array],
-        arrays: dict[str, Arrays],
-        parameters: dict[str, jax.Array],
-    ) -> tuple[dict[str, jax.Array], dict[str, Arrays]]:
-        changed = update(layer, gradients, arrays, parameters)
-        return jax.tree.map(partial(jnp.where, accept), changed, (parameters, arrays))
+        shared: Shared, layer: jax.Array | None, gradients: Group, arrays: Group, parameters: Group
+    ) -> tuple[Group, Group]:
+        changed = update(shared, layer, gradients, arrays, parameters)
+        if "accept" not in shared:
+            return changed
+        return jax.tree.map(partial(jnp.where, shared["accept"]), changed, (parameters, arrays))
 
-    return update if accept is None else chosen
-
-
-def _context(
-    count: jax.Array, rate: jax.Array, seed: int, deepest: int, num_layers: int, layer: jax.Array | None, path: str
-) -> Context:
-    def key(purpose: str) -> jax.Array:
-        return random_key(seed, f"{path}:{purpose}", count, 0 if layer is None else layer)
-
-    return Context(count, rate, key, layer, num_layers or deepest)
+    return chosen
 
 
 def _stacks(parameters: Mapping[str, jax.Array], axes: Mapping[str, LogicalAxes]) -> dict[int, list[str]]:

@@ -42,13 +42,15 @@ class Properties:
     """One optimizer.
 
     `matrix_bytes` is the formula of its state's bytes for an n × m matrix with the default keys; `uses_matrices` says
-    whether it matters which elements share a row or column. `arrays(config, path, axes, shape)` are those of one layer.
+    whether it matters which elements share a row or column, `elementwise` whether every element is updated for itself.
+    `arrays(config, path, axes, shape)` are those of one layer.
     """
 
     reference: str
     good_at: str
     matrix_bytes: str
     uses_matrices: bool
+    elementwise: bool
     arrays: Callable[[Any, str, LogicalAxes, Shape], Kept]
 
 
@@ -138,6 +140,7 @@ PROPERTIES: dict[type, Properties] = {
         'the usual choice; with moments = "bfloat16" half its state for nearly the same curve',
         "8·n·m",
         uses_matrices=False,
+        elementwise=True,
         arrays=_adamw,
     ),
     AdamW8bit: Properties(
@@ -145,6 +148,7 @@ PROPERTIES: dict[type, Properties] = {
         "AdamW's curve with a quarter of its state; parameters of fewer than 4,096 elements a layer stay in float32",
         "2·n·m + 8·n·⌈m/256⌉",
         uses_matrices=False,
+        elementwise=False,
         arrays=_adamw8bit,
     ),
     SGD: Properties(
@@ -152,6 +156,7 @@ PROPERTIES: dict[type, Properties] = {
         "a baseline; without momentum no state at all",
         "4·n·m",
         uses_matrices=False,
+        elementwise=True,
         arrays=_sgd,
     ),
     Adafactor: Properties(
@@ -159,6 +164,7 @@ PROPERTIES: dict[type, Properties] = {
         "large models in little memory, as T5; matrices with fewer than 128 rows or columns keep a whole second moment",
         "4·(n + m)",
         uses_matrices=True,
+        elementwise=False,
         arrays=_adafactor,
     ),
     SM3: Properties(
@@ -166,6 +172,7 @@ PROPERTIES: dict[type, Properties] = {
         "sparse gradients and large batches; without momentum as little state as Adafactor, for matrices of any size",
         "4·n·m + 4·(n + m)",
         uses_matrices=True,
+        elementwise=False,
         arrays=_sm3,
     ),
     Lion: Properties(
@@ -173,6 +180,7 @@ PROPERTIES: dict[type, Properties] = {
         "half of AdamW's state, at a learning rate of about a third and three times the weight decay",
         "4·n·m",
         uses_matrices=False,
+        elementwise=True,
         arrays=_lion,
     ),
     Muon: Properties(
@@ -180,6 +188,7 @@ PROPERTIES: dict[type, Properties] = {
         "fewer steps than AdamW to the same loss, each with 15 matrix products more for every matrix",
         "4·n·m",
         uses_matrices=True,
+        elementwise=False,
         arrays=_muon,
     ),
 }

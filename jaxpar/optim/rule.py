@@ -1,7 +1,7 @@
 """The update rule of one parameter of one layer, and what every rule is dressed in.
 
 A wrapper takes a rule and returns one, and is the identity when off. From the inside out: `with_weight_decay`, `scaled`
-(layer-wise decay), `stored` (number formats).
+(layer-wise decay), `stored` (number formats), `averaged` (the parameters' moving average).
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxpar.optim.rounding import stochastically_rounded
 
-__all__ = ["Arrays", "Context", "Rounding", "Rule", "StoredRule", "scaled", "stored", "with_weight_decay"]
+__all__ = ["Arrays", "Context", "Rounding", "Rule", "StoredRule", "averaged", "scaled", "stored", "with_weight_decay"]
 
 Arrays = dict[str, jax.Array]
 """A parameter's state by role: "first", "second", "rows", "columns", ... (`jaxpar.optim.layout` says what they are)."""
@@ -107,3 +107,21 @@ def stored(rule: Rule, *, master_weights: bool, rounding: Rounding) -> StoredRul
         return master_weights and parameter.dtype != jnp.float32
 
     return StoredRule(init, apply)
+
+
+def averaged(rule: StoredRule, decay: float) -> StoredRule:
+    """The rule with a float32 average of the parameter in its state: average ← decay · average + (1 − decay) · new.
+
+    The average starts at the first parameter. A decay of 0 keeps none.
+    """
+
+    def init(parameter: jax.Array) -> Arrays:
+        return rule.init(parameter) | {"average": parameter.astype(jnp.float32)}
+
+    def apply(gradient: jax.Array, arrays: Arrays, parameter: jax.Array, context: Context) -> tuple[jax.Array, Arrays]:
+        rest = {role: array for role, array in arrays.items() if role != "average"}
+        parameter, rest = rule.apply(gradient, rest, parameter, context)
+        average = decay * arrays["average"] + (1 - decay) * parameter.astype(jnp.float32)
+        return parameter, rest | {"average": average}
+
+    return StoredRule(init, apply) if decay else rule

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.parallel.constrain import current_execution
+from jaxpar.parallel.offload import fetched, is_streamed
 
 __all__ = ["REMAT_POLICIES", "scan_layers"]
 
@@ -40,26 +41,36 @@ def scan_layers(
     """`carry` after `num_layers` applications of `body(layer, carry, extras, layer_index, slot)`.
 
     Args:
-      stacked: pytree of arrays whose first dim is the layer.
+      stacked: pytree of arrays whose first dim is the layer; those in the host's memory are fetched layer by layer.
       extras: pytree of arrays that every layer sees.
       period: layers in one turn of the pattern; `slot` (0 <= slot < period) is the static position in it, so that
         layers may differ in what must be known when compiling, such as the window of their attention.
     """
     execution = current_execution()
+    stacks, tree = jax.tree.flatten(stacked, is_leaf=is_streamed)
+    sliced = [stack.proxy if is_streamed(stack) else stack for stack in stacks]
     # One stack a slot, split outside the loop: what the backward pass needs of a weight is then the stack itself, not
     # a copy.
-    stacks = (
-        [jax.tree.map(lambda a, slot=slot: a[slot::period], stacked) for slot in range(period)]
+    slots = (
+        [jax.tree.map(lambda a, slot=slot: a[slot::period], sliced) for slot in range(period)]
         if period > 1
-        else [stacked]
+        else [sliced]
     )
+
+    def whole_layer(slices: list, carry: jax.Array, extras: Any, index: jax.Array, slot: int) -> jax.Array:
+        parts = [
+            fetched(stack, index, part) if is_streamed(stack) else part
+            for stack, part in zip(stacks, slices, strict=True)
+        ]
+        return body(jax.tree.unflatten(tree, parts), carry, extras, index, slot)
 
     def turn(carry: jax.Array, item: tuple) -> tuple[jax.Array, None]:
         turn_index, layers = item
         for slot, layer in enumerate(layers):
-            layer_body = execution.remat(lambda layer, x, extras, index, slot=slot: body(layer, x, extras, index, slot))
-            carry = layer_body(layer, carry, extras, turn_index * period + slot)
+            recomputed = execution.remat(lambda layer, x, extras, i, slot=slot: whole_layer(layer, x, extras, i, slot))
+            carry = recomputed(layer, carry, extras, turn_index * period + slot)
         return carry, None
 
-    carry, _ = jax.lax.scan(turn, carry, (jnp.arange(num_layers // period), stacks), unroll=execution.unroll_layers)
+    turns = jnp.arange(num_layers // period)
+    carry, _ = jax.lax.scan(turn, carry, (turns, slots), unroll=execution.unroll_layers)
     return carry

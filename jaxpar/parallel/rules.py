@@ -6,9 +6,11 @@ A table is data. ZeRO and FSDP are differences between the tables of one `Shardi
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
+
+from jaxpar.multiples import nearest_multiples
 
 __all__ = ["LogicalAxes", "Resolved", "ShardingRules", "Table", "resolve", "resolve_where_it_divides"]
 
@@ -28,11 +30,12 @@ class ShardingRules:
 
 @dataclass(frozen=True)
 class Resolved:
-    """How one array is laid out, and why."""
+    """How one array is laid out, and why; `undivided` names the dims that stay whole although a rule splits them."""
 
     spec: PartitionSpec
     local_shape: tuple[int, ...]
     reason: str
+    undivided: tuple[str, ...] = ()
 
 
 def resolve(
@@ -63,11 +66,9 @@ def resolve(
         mesh_axes = tuple(axis for axis in named if mesh_shape[axis] > 1)
         num_shards = math.prod(mesh_shape[axis] for axis in mesh_axes)
         if size % num_shards:
-            below = size - size % num_shards
-            legal = [str(value) for value in (below, below + num_shards) if value > 0]
             raise ValueError(
                 f"{path}: dim {name!r} of size {size} does not divide over {' × '.join(mesh_axes)} = {num_shards}; "
-                f"nearest legal sizes: {', '.join(legal)}"
+                f"nearest legal sizes: {nearest_multiples(size, num_shards)}"
             )
         entries.append(mesh_axes)
     local_shape = tuple(
@@ -82,14 +83,25 @@ def resolve_where_it_divides(
 ) -> Resolved:
     """Like `resolve`, but a dim that does not divide stays whole: for small arrays that no rule was made for.
 
-    >>> resolve_where_it_divides("scales", (6,), ("mlp",), {"mlp": ("tensor",)}, {"tensor": 4}).local_shape
-    (6,)
+    >>> small = resolve_where_it_divides("scales", (6,), ("mlp",), {"mlp": ("tensor",)}, {"tensor": 4})
+    >>> small.local_shape, small.reason
+    ((6,), 'mlp whole: 6 does not divide over tensor = 4')
     """
-    fits = [
-        name if size % math.prod(mesh_shape[axis] for axis in _lookup(path, name, table)) == 0 else None
-        for size, name in zip(shape, axes, strict=True)
-    ]
-    return resolve(path, shape, tuple(fits), table, mesh_shape)
+    fits: list[str | None] = []
+    undivided, reasons = [], []
+    for size, name in zip(shape, axes, strict=True):
+        mesh_axes = [axis for axis in _lookup(path, name, table) if mesh_shape[axis] > 1]
+        num_shards = math.prod(mesh_shape[axis] for axis in mesh_axes)
+        divides = size % num_shards == 0
+        fits.append(name if divides else None)
+        if not divides:
+            undivided.append(str(name))
+            reasons.append(f"{name} whole: {size} does not divide over {' × '.join(mesh_axes)} = {num_shards}")
+    resolved = resolve(path, shape, tuple(fits), table, mesh_shape)
+    if not undivided:
+        return resolved
+    split = [resolved.reason] if any(resolved.spec) else []
+    return replace(resolved, reason="; ".join(split + reasons), undivided=tuple(undivided))
 
 
 def _lookup(path: str, name: str | None, table: Table) -> tuple[str, ...]:

@@ -60,6 +60,16 @@ def test_bar_fits_a_terminal_of_80_columns():
     assert last.endswith("loss 3.2146  1.23M tokens/s  MFU 41.2%  ETA 0:08:20")
 
 
+def test_the_count_of_steps_is_whole_on_a_narrow_terminal():
+    console = _console(terminal=True, width=60)
+    with make_progress("bar", num_steps=200_000, console=console) as progress:
+        progress.update(199_000, {**FIGURES, "tokens_per_second": 1_234_567.0})
+    last = _plain(console).rstrip().splitlines()[-1]
+    assert len(last) <= 60
+    assert last.startswith("199000/200000 ")
+    assert "loss 3.2146" in last
+
+
 def test_interruption_leaves_the_terminal_clean():
     console = _console(terminal=True)
     progress = make_progress("bar", num_steps=200, console=console)

@@ -14,7 +14,6 @@ def test_no_figure_before_two_synchronised_steps():
     assert meter.take() is None
     meter.synchronised(1, 50.0)
     assert meter.take() is None
-    assert meter.overall() is None
     meter.synchronised(2, 51.0)
     assert meter.take().tokens_per_second == 1000.0
     assert meter.take() is None, "no new step since"
@@ -26,17 +25,15 @@ def test_compiling_first_step_is_never_counted():
     meter.synchronised(2, 302.0)
     meter.synchronised(5, 308.0)
     assert meter.take().step_seconds == 2.0
-    assert meter.overall().step_seconds == 2.0
 
 
-def test_take_averages_since_the_last_take_and_overall_since_the_first_step():
+def test_take_averages_since_the_last_take():
     meter = _meter()
     for step, now in ((1, 0.0), (2, 1.0), (3, 2.0)):
         meter.synchronised(step, now)
     assert meter.take().values() == {"tokens_per_second": 1000.0, "step_seconds": 1.0, "mfu": 0.5}
     meter.synchronised(4, 6.0)
     assert meter.take().values() == {"tokens_per_second": 250.0, "step_seconds": 4.0, "mfu": 0.125}
-    assert meter.overall().tokens_per_second == pytest.approx(500.0)
 
 
 def test_no_mfu_without_flops_or_peak():

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.config.optimizers import SGD, Adafactor, AdamW, AdamW8bit, Muon
 from jaxpar.config.schema import ConstantSchedule, CosineSchedule
-from jaxpar.optim import PROPERTIES, check_optimizer, make_optimizer
+from jaxpar.optim import AT_ONCE, PROPERTIES, check_optimizer, make_optimizer
 from jaxpar.optim.build import decays
 
 AXES = {
@@ -73,11 +73,6 @@ def test_without_a_gradient_nothing_moves(kind: Any) -> None:
 STACKED = {"blocks/up": ("layers", "embed", "mlp"), "table": ("vocab", "embed")}
 
 
-def _one_at_a_time(update: Any, layers: jax.Array, *stacked: Any) -> Any:
-    """A loop over layers, as one that moves each layer's state would be."""
-    return jax.lax.scan(lambda _, layer: (None, update(*layer)), None, (layers, *stacked))[1]
-
-
 @pytest.mark.parametrize(
     "config",
     [AdamW(moments="bfloat16", layer_decay=0.5), AdamW8bit(min_size=8, block_size=4), Muon(),
@@ -91,14 +86,21 @@ def test_layers_may_be_mapped_one_at_a_time(config: Any) -> None:
          "table": jnp.asarray(random.normal(size=(5, 4)), dtype)}
         for dtype in (jnp.bfloat16, jnp.float32)
     )  # fmt: skip
-    ends = []
-    for options in ({}, {"map_layers": _one_at_a_time}):
+    ends, calls = [], []
+
+    def one_at_a_time(update: Any, shared: Any, layers: jax.Array, *stacked: Any) -> Any:
+        """A loop over layers, as one that moves each layer's state would be."""
+        calls.append((layers.shape, jax.tree.map(jnp.shape, stacked[2])))
+        return jax.lax.scan(lambda _, layer: (None, update(shared, *layer)), None, (layers, *stacked))[1]
+
+    for options in ({}, {"map_updates": AT_ONCE._replace(layers=one_at_a_time)}):
         optimizer = make_optimizer(config, lambda count: 0.1, STACKED, seed=0, rounding="stochastic", **options)
         new, state = params, optimizer.init(params)
         assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(state["arrays"]["blocks"]))
         for _ in range(2):
             new, state = jax.jit(optimizer.apply)(grads, state, new)
         ends.append(jax.device_get((new, state)))
+    assert calls == [((3,), {"blocks/up": (3, 4, 6)})]
     for one, other in zip(*map(jax.tree.leaves, ends), strict=True):
         np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), rtol=1e-5, atol=1e-5)
 
