@@ -98,32 +98,7 @@ def test_notes_name_every_decision_that_a_user_did_not_make() -> None:
     [
         ({}, {"tensor": -1}, r"parallel.data and parallel.tensor are both -1"),
         ({}, {"tensor": 3}, r"parallel.tensor=3 does not divide the 8 devices"),
-        ({}, {"pipe": 2}, r"parallel.pipe=2: this version .* data, fsdp and tensor only; set parallel.pipe=1$"),
-        ({}, {"expert": 2}, r"parallel.expert=2: this version"),
-        ({}, {"context": 2}, r"parallel.context=2: this version"),
         ({}, {"tensor": 8}, r"parallel.tensor=8 must divide model.num_heads=4; legal values: 1, 2, 4$"),
-        ({"mlp_dim": 6}, {"tensor": 4}, r"parallel.tensor=4 must divide model.mlp_dim=6; legal values: 1, 2, 3, 6$"),
-        (
-            {"embed_dim": 20, "head_dim": 16},
-            {"fsdp": 8},
-            r"parallel.fsdp=8 must divide model.embed_dim=20; legal values: 1, 2, 4, 5, 10, 20$",
-        ),
-        (
-            {},
-            {"batch": 4},
-            r"train.batch_size=4 must divide by data=8 = 8, the devices that share the batch; nearest legal values: 8$",
-        ),
-        (
-            {},
-            {"batch": 12, "fsdp": 2},
-            r"train.batch_size=12 must divide by data=4 × fsdp=2 = 8, .* nearest legal values: 8, 16$",
-        ),
-        (
-            {},
-            {"length": 18, "tensor": 4, "sequence_parallel": True},
-            r"data.sequence_length=18 must divide by parallel.tensor=4 with parallel.sequence_parallel; "
-            r"nearest legal values: 16, 20$",
-        ),
         (
             {"vocab_size": 40},
             {},
@@ -140,14 +115,6 @@ def test_notes_name_every_decision_that_a_user_did_not_make() -> None:
 def test_impossible_layouts_are_refused(model: dict, keys: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         _plan(model, **keys)
-
-
-def test_an_evaluation_batch_smaller_than_the_devices_is_refused() -> None:
-    table = {"model": {"name": "llama_tiny"}, "train": {"batch_size": 8}, "evaluation": {"batch_size": 6}}
-    with pytest.raises(
-        ValueError, match=r"^evaluation.batch_size=6 must divide by data=8 = 8, .* nearest legal values: 8$"
-    ):
-        make_plan(parse_config(table), jax.devices(), VOCAB)
 
 
 class _Own(nnx.Module):

@@ -1,7 +1,7 @@
 """Bytes a device holds in each ZeRO stage, against Rajbhandari 2020, figure 1: parameters, gradients, optimizer state.
 
-The paper's gradients have 2 bytes an element. Ours have 4, since they are accumulated and handed to the optimizer in
-float32; they are counted here with the 4.
+The paper's gradients have 2 bytes an element. Ours have 4 where there are several microbatches, whose sum is float32;
+they are counted here with the 4.
 """
 
 import math
@@ -14,12 +14,13 @@ import pytest
 
 from jaxpar.config import parse_config
 from jaxpar.config.optimizers import SM3, Adafactor, AdamW8bit
-from jaxpar.inspect import abstract_gradients, compile_step
+from jaxpar.inspect import compile_step
+from jaxpar.memory import abstract_gradients
 from jaxpar.optim import state_bytes
 from jaxpar.optim.build import RULES
 from jaxpar.parallel.program import memory_table
 from jaxpar.plan import Plan, make_plan
-from jaxpar.state import abstract_state
+from jaxpar.state import abstract_state, local_bytes
 from jaxpar.step import Step
 
 N = 8
@@ -60,7 +61,7 @@ def plan_for(stage: int, formats: str = "float32", optimizer: str = "adamw") -> 
     table = {
         "model": MODEL,
         "data": {"sequence_length": 16},
-        "train": {"batch_size": N},
+        "train": {"batch_size": 2 * N, "microbatches": 2},
         "parallel": {"fsdp": N, "zero_stage": stage},
         "precision": FORMATS[formats][0],
         "optimizer": {"name": optimizer},
@@ -68,8 +69,9 @@ def plan_for(stage: int, formats: str = "float32", optimizer: str = "adamw") -> 
     return make_plan(parse_config(table), jax.devices(), 500)
 
 
-def local_bytes(leaves: list[Any]) -> int:
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+def bytes_of(leaves: Any) -> int:
+    """On each device."""
+    return local_bytes(leaves, on_host=False)
 
 
 def is_whole(leaf: Any) -> bool:
@@ -92,8 +94,8 @@ def test_bytes_of_parameters_gradients_and_adams_state(stage: int, formats: str)
         by_path = dict(zip((p.path for p in plan.parameters), _per_parameter(tree), strict=True))
         whole = {path for path, leaves in by_path.items() if any(map(is_whole, leaves))}
         assert whole == (TOO_SMALL if splits else by_path.keys())
-        found = local_bytes([leaf for leaves in by_path.values() for leaf in leaves])
-        allowance = local_bytes([leaf for path in TOO_SMALL for leaf in by_path[path]])
+        found = bytes_of([leaf for leaves in by_path.values() for leaf in leaves])
+        allowance = bytes_of([leaf for path in TOO_SMALL for leaf in by_path[path]])
         assert each * num_parameters * 0.98 <= found <= each * num_parameters * 1.02 + allowance
     replicated = {p.path for p in plan.parameters if p.layout.reason.startswith("replicated")}
     assert replicated == (TOO_SMALL if stage == 3 else {p.path for p in plan.parameters}), "as inspect lists them"
@@ -123,11 +125,11 @@ def test_bytes_of_every_optimizers_state(kind: type, formats: str) -> None:
         whole = state_bytes(plan.config.optimizer, shapes, plan.axes, master_weights=formats == "mixed") - 4
         assert sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values()) == whole
         unsplit = {name: leaf for name, leaf in leaves.items() if is_whole(leaf)}
-        held = local_bytes(list(unsplit.values()))
+        held = bytes_of(list(unsplit.values()))
         if stage == 0:
             assert held == whole
             continue
-        assert local_bytes(list(leaves.values())) == pytest.approx((whole - held) / N + held, rel=0.02)
+        assert bytes_of(list(leaves.values())) == pytest.approx((whole - held) / N + held, rel=0.02)
         of_matrices = {tuple(name.rsplit("/", 1)) for name in unsplit if name.rsplit("/", 1)[0] not in TOO_SMALL}
         assert {role for _, role in of_matrices} == WHOLE_ROLES.get(kind, set())
         assert all(unsplit["/".join(names)].size * 128 <= math.prod(shapes[names[0]]) for names in of_matrices)
@@ -146,7 +148,7 @@ def test_the_compiled_step_holds_as_much(stage: int, carried: tuple[int, int], c
     state = abstract_state(plan, Step(plan).optimizer)
     compiled = compile_step(plan)
     batch_bytes = 2 * 16 * (4 * 4 + 1)
-    assert memory_table(compiled)["argument_bytes"] == local_bytes(jax.tree.leaves(state)) + batch_bytes
+    assert memory_table(compiled)["argument_bytes"] == bytes_of(state) + batch_bytes
     # Of the loops that run twice, that over layers inside of it has no table.
     loops = re.findall(r"= \((.*)\) while\(.*\"known_trip_count\":\{\"n\":\"2\"\}", compiled.as_text())
     (arrays,) = [Counter(re.findall(r"f32\[[\d,]+\]", loop)) for loop in loops if "f32[256," in loop]

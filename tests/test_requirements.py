@@ -1,0 +1,215 @@
+"""Every contradiction between sections, with the message that names keys, values and the nearest fix."""
+
+import re
+from typing import Any
+
+import jax
+import pytest
+
+from jaxpar.config import parse_config
+from jaxpar.plan import make_plan
+from jaxpar.requirements import check_layout, check_offload, check_precision
+
+SIZES = {"pipe": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
+MODEL = {"name": "transformer", "num_layers": 1, "embed_dim": 24, "num_heads": 6, "head_dim": 4, "mlp_dim": 12}
+
+
+def _config(**sections: dict[str, Any]) -> Any:
+    table = {
+        "model": MODEL, "data": {"sequence_length": 16}, "train": {"batch_size": 12},
+    }  # fmt: skip
+    return parse_config(table | {name: table.get(name, {}) | section for name, section in sections.items()})
+
+
+def _exactly(message: str) -> str:
+    return f"^{re.escape(message)}$"
+
+
+@pytest.mark.parametrize("axis", ["pipe", "expert", "context"])
+def test_axes_of_later_versions(axis: str) -> None:
+    message = (
+        f"parallel.{axis}=2: this version of jaxpar splits work over data, fsdp and tensor only; set parallel.{axis}=1"
+    )
+    with pytest.raises(ValueError, match=_exactly(message)):
+        check_layout(_config(), SIZES | {axis: 2})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sections", "message"),
+    [
+        (
+            {"tensor": 4}, {},
+            "parallel.tensor=4 must divide model.num_heads=6; legal values: 1, 2, 3, 6",
+        ),
+        (
+            {"tensor": 3}, {"model": {"mlp_dim": 8}},
+            "parallel.tensor=3 must divide model.mlp_dim=8; legal values: 1, 2, 4, 8",
+        ),
+        (
+            {"fsdp": 5}, {},
+            "parallel.fsdp=5 must divide model.embed_dim=24; legal values: 1, 2, 3, 4, 6, 8, 12, 24",
+        ),
+        (
+            {"data": 8}, {},
+            "train.batch_size=12 must divide by data=8 = 8, the devices that share the batch; "
+            "nearest legal values: 8, 16",
+        ),
+        (
+            {"data": 2, "fsdp": 4}, {"train": {"batch_size": 4}},
+            "train.batch_size=4 must divide by data=2 × fsdp=4 = 8, the devices that share the batch; "
+            "nearest legal values: 8",
+        ),
+        (
+            {}, {"train": {"microbatches": 5}},
+            "train.batch_size=12 must divide by train.microbatches=5 = 5; nearest legal values: 10, 15",
+        ),
+        (
+            {"data": 2, "fsdp": 2}, {"train": {"microbatches": 2}},
+            "train.batch_size=12 must divide by data=2 × fsdp=2 × train.microbatches=2 = 8; "
+            "nearest legal values: 8, 16",
+        ),
+        (
+            {"data": 4}, {"train": {"microbatches": 3}, "evaluation": {"batch_size": 6}},
+            "evaluation.batch_size=6 must divide by data=4 = 4, the devices that share the batch; "
+            "nearest legal values: 4, 8",
+        ),
+        (
+            {"tensor": 3}, {"parallel": {"sequence_parallel": True}},
+            "data.sequence_length=16 must divide by parallel.tensor=3 with parallel.sequence_parallel; "
+            "nearest legal values: 15, 18",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_divide(sizes: dict, sections: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=_exactly(message)):
+        check_layout(_config(**sections), SIZES | sizes)
+
+
+def test_what_divides() -> None:
+    """An evaluation has no microbatches."""
+    sections = {"train": {"microbatches": 3}, "evaluation": {"batch_size": 4}, "parallel": {"sequence_parallel": True}}
+    check_layout(_config(**sections), SIZES | {"data": 2, "fsdp": 2, "tensor": 2})
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"precision": {"parameters": "float16", "compute": "float16"}},
+            'precision.parameters="float16" loses small updates; set precision.master_weights=true, or '
+            'precision.parameters="float32" with precision.compute="float16", which keeps the master weights '
+            "themselves",
+        ),
+        (
+            {"precision": {"master_weights": True}},
+            'precision.master_weights=true copies 16-bit parameters, but precision.parameters="float32", which are '
+            'master weights already; set precision.master_weights=false, or precision.parameters="bfloat16"',
+        ),
+        (
+            {"precision": {"master_weights": True, "compute": "float16"}},
+            'precision.master_weights=true copies 16-bit parameters, but precision.parameters="float32", which are '
+            'master weights already; set precision.master_weights=false, or precision.parameters="float16"',
+        ),
+        (
+            {"precision": {"rounding": "stochastic"}},
+            'precision.rounding="stochastic" is for parameters kept in bfloat16 alone, not for precision.parameters='
+            '"float32" with precision.master_weights=false; set precision.rounding="nearest"',
+        ),
+        (
+            {"precision": {"rounding": "stochastic", "parameters": "bfloat16", "master_weights": True}},
+            'precision.rounding="stochastic" is for parameters kept in bfloat16 alone, not for precision.parameters='
+            '"bfloat16" with precision.master_weights=true; set precision.rounding="nearest"',
+        ),
+        (
+            {"precision": {"loss_scale": 128.0}},
+            'precision.loss_scale=128.0 is for precision.compute="float16"; float32 needs none: set '
+            'precision.loss_scale="auto"',
+        ),
+        (
+            {"precision": {"loss_scale": "dynamic", "compute": "bfloat16"}},
+            'precision.loss_scale="dynamic" is for precision.compute="float16"; bfloat16 needs none: set '
+            'precision.loss_scale="auto"',
+        ),
+        (
+            {"precision": {"scale_initial": 0.5}},
+            "precision.scale_initial=0.5 must lie between precision.scale_min=1 and precision.scale_max=1.67772e+07",
+        ),
+        (
+            {"precision": {"scale_initial": 4.0, "scale_max": 2.0}},
+            "precision.scale_initial=4 must lie between precision.scale_min=1 and precision.scale_max=2",
+        ),
+        (
+            {"evaluation": {"parameters": "ema"}},
+            'evaluation.parameters="ema" needs a moving average: set train.ema_decay, for example to 0.999, or '
+            'evaluation.parameters="current"',
+        ),
+    ],
+)  # fmt: skip
+def test_formats_that_contradict_each_other(sections: dict, message: str) -> None:
+    config = _config(**sections)
+    with pytest.raises(ValueError, match=_exactly(message)):
+        check_precision(config)
+    with pytest.raises(ValueError, match=_exactly(message)):
+        make_plan(config, jax.devices()[:1], 30)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {"compute": "float16"},
+        {"compute": "float16", "loss_scale": 128.0},
+        {"compute": "float16", "loss_scale": "dynamic", "parameters": "float16", "master_weights": True},
+        {"parameters": "bfloat16", "rounding": "stochastic"},
+        {"parameters": "bfloat16", "master_weights": True, "compute": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_formats_that_go_together(precision: dict) -> None:
+    check_precision(_config(precision=precision, train={"ema_decay": 0.9}, evaluation={"parameters": "ema"}))
+
+
+OFF = "set offload.update_on_host=false"
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"offload": {"parameters": "host"}},
+            'offload.parameters="host" with remat.policy="none" would keep every layer on the device for the backward '
+            'pass; set remat.policy="full" or "dots", or offload.parameters="none"',
+        ),
+        (
+            {"offload": {"update_on_host": True}},
+            'offload.update_on_host=true needs the state there: set offload.optimizer_state="host", or '
+            "offload.update_on_host=false",
+        ),
+        (
+            {"offload": {"update_on_host": True, "optimizer_state": "host"}, "optimizer": {"name": "muon"}},
+            "offload.update_on_host=true is for optimizers that update each element for itself in float32 (adamw, sgd, "
+            f'lion), which optimizer.name="muon" does not with these keys; {OFF}',
+        ),
+        (
+            {
+                "offload": {"update_on_host": True, "optimizer_state": "host"},
+                "optimizer": {"name": "adamw", "moments": "bfloat16"},
+            },
+            "offload.update_on_host=true is for optimizers that update each element for itself in float32 (adamw, sgd, "
+            f'lion), which optimizer.name="adamw" does not with these keys; {OFF}',
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_move_to_the_host(sections: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=_exactly(message)):
+        make_plan(_config(**sections), jax.devices()[:1], 30)
+
+
+def test_parameters_without_layers_cannot_move_to_the_host() -> None:
+    config = _config(offload={"parameters": "host"}, remat={"policy": "full"})
+    check_offload(config, {"up": ("layers", "embed", "mlp")})
+    message = (
+        'offload.parameters="host" moves layers one by one, but the model has no stacked layers, which are parameters '
+        'whose first logical axis is "layers"; set offload.parameters="none"'
+    )
+    with pytest.raises(ValueError, match=_exactly(message)):
+        check_offload(config, {"table": ("vocab", "embed")})
