@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -41,7 +42,7 @@ def _plan_and_step(config: Config) -> tuple[Plan, Step]:
     other = Config(model=config.model)
     decides = {
         "run": other.run,
-        "evaluation": other.evaluation,
+        "evaluation": other.evaluation.model_copy(update={"parameters": config.evaluation.parameters}),
         "checkpoint": other.checkpoint,
         "logging": other.logging,
     }
@@ -276,3 +277,120 @@ def test_of_several_processes_the_first_alone_writes(
                 pass
             monkeypatch.undo()
             assert sorted(path.name for path in directory.iterdir() if path.is_file()) == [".lock", *names]
+
+
+FLOAT16 = {"compute": "float16", "scale_initial": 32.0, "scale_min": 16.0, "scale_growth_steps": 2}
+FIRST = "blocks/attention/key"
+
+
+def spoiled(steps: set[int]) -> Callable[..., Any]:
+    """A step whose parameters have a NaN while the steps of these numbers are made; given back as they were."""
+
+    def train(original: Callable[..., Any], state: TrainState, batch: Any) -> Any:
+        def with_scale(state: TrainState, values: np.ndarray) -> TrainState:
+            norm = {"scale": jax.device_put(values, state.params["final_norm"]["scale"].sharding)}
+            return dataclasses.replace(state, params=state.params | {"final_norm": norm})
+
+        if int(state.step) + 1 not in steps:
+            return original(state, batch)
+        kept = np.asarray(state.params["final_norm"]["scale"])
+        state, metrics = original(with_scale(state, kept * np.nan), batch)
+        assert np.isnan(state.params["final_norm"]["scale"]).all(), "a skipped step gives back what it was given"
+        return with_scale(state, kept), metrics
+
+    return train
+
+
+def float16_config(config_of: Callable[..., Config], **sections: Any) -> Config:
+    return config_of(
+        precision=FLOAT16,
+        train={"num_steps": NUM_STEPS, "batch_size": 4, "ema_decay": 0.5, "max_skipped": 2},
+        evaluation={"every_steps": 0, "batch_size": 6, "parameters": "ema"},
+        logging={"every_steps": 1, "progress": "off"},
+        **sections,
+    )
+
+
+def test_a_float16_run_goes_on_with_its_scale_and_its_average(config_of: Callable[..., Config], tmp_path: Path) -> None:
+    """Stopped after step 5, of which the fourth was skipped; bit by bit the run that was not stopped."""
+    straight = float16_config(config_of, run={"dir": str(tmp_path / "straight")})
+    screen = Screen()
+    with opened(straight, spoiled({4})) as trainer:
+        expected, _ = trainer.run(screen)
+    lines = lines_of(straight)
+    assert [line["loss_scale"] for line in lines[:-1]] == [32, 32, 64, 64, 32, 32, 64, 64, 128]
+    assert [line["skipped"] for line in lines[:-1]] == [0] * 3 + [1] * 6
+    skipped = [message for message in screen.messages if "skipped" in message]
+    assert skipped == [f"step 4 is skipped: the gradient of {FIRST} is not finite, loss scale 64"]
+
+    config = float16_config(config_of)
+    for stop in (lambda: len(lines_of(config)) >= 4, lambda: False):
+        with opened(config, spoiled({4})) as trainer:
+            state, stopped = trainer.run(Screen(), stop)
+            assert stopped == (int(state.step) < NUM_STEPS)
+    assert_same(state, expected)
+    assert (float(state.guard.scale), int(state.guard.skipped)) == (128.0, 1)
+    assert lines_of(config) == lines
+
+
+def test_the_average_is_evaluated_where_that_is_asked_for(config_of: Callable[..., Config]) -> None:
+    config = float16_config(config_of)
+    with opened(config) as trainer:
+        state, _ = trainer.run(Screen())
+        plan, losses = trainer.plan, []
+        for params in (state.ema, state.params):
+            with plan.execution.active():
+                lengths = np.zeros(plan.padded_vocab_size, np.int32)
+                losses.append(evaluate(plan, trainer.step, params, trainer.corpus, lengths)["eval/loss"])
+    assert lines_of(config)[-1]["eval/loss"] == losses[0]
+    assert abs(losses[0] - losses[1]) > 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """A run whose `steps` are not finite, the last of which ends it: what it says, and which keys its lines have."""
+
+    sections: dict[str, dict[str, Any]]
+    steps: set[int]
+    scale: str
+    reason: str
+    keys: set[str]
+
+
+ENDINGS = {
+    "at the smallest scale": Ending(
+        {"precision": FLOAT16}, {2, 3, 4}, ", loss scale 16",
+        "nor was one of the last train.max_skipped=2 steps at the smallest loss scale; there is no checkpoint",
+        {"skipped", "loss_scale"},
+    ),
+    "skipping": Ending(
+        {"train": {"on_nonfinite": "skip"}}, {2, 4, 5}, "",
+        "nor was one of the last train.max_skipped=2 steps; the newest checkpoint is of step 4", {"skipped"},
+    ),
+    "halting": Ending(
+        {"precision": {"compute": "bfloat16"}}, {3}, "",
+        "so the parameters are lost and not saved; there is no checkpoint", set(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
+def test_steps_that_are_not_finite_end_a_run_at_last(config_of: Callable[..., Config], ending: Ending) -> None:
+    train = {"num_steps": NUM_STEPS, "batch_size": 4, "max_skipped": 2} | ending.sections.get("train", {})
+    logging = {"every_steps": 1, "progress": "off"}
+    config = config_of(**(ending.sections | {"train": train, "logging": logging, "evaluation": {"every_steps": 0}}))
+    screen, last = Screen(), max(ending.steps)
+    what = f"the gradient of {FIRST} is not finite"
+    message = f"step {last}: {what} (loss nan, norm of the gradient nan{ending.scale}), {ending.reason}. A lower "
+    with (
+        pytest.raises(FloatingPointError, match=f"^{re.escape(message)}"),
+        opened(config, spoiled(ending.steps)) as run,
+    ):
+        run.run(screen)
+    lines = lines_of(config)
+    assert (lines[-1]["step"], lines[-1]["loss"]) == (last, "NaN")
+    assert {key for line in lines for key in line} & {"skipped", "loss_scale"} == ending.keys
+    skipped = [message for message in screen.messages if "skipped" in message]
+    begins = [f"step {step} is skipped: {what}" for step in sorted(ending.steps - {last})]
+    assert [message.partition(", loss scale ")[0] for message in skipped] == begins
+    assert all((", loss scale " in message) == bool(ending.scale) for message in skipped)
