@@ -31,7 +31,7 @@ SCALES = {"scale_initial": 1024.0, "scale_growth_steps": 3, "scale_min": 256.0, 
 STEEP = "final_norm/scale"
 # An overflow at the first step, one in the loss, several in a row down to the smallest scale, and up to the largest.
 EVENTS = [
-    "gradient", "", "", "", "loss", "gradient", "gradient", "gradient", *[""] * 9, "gradient", "", "", "", "",
+    "gradient", "", "", "", "loss", "gradient", "gradient", "gradient", *[""] * 13, "gradient", "",
 ]  # fmt: skip
 
 
