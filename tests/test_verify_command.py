@@ -1,6 +1,9 @@
 """`python -m jaxpar.verify`: equal layouts pass, a wrong gradient is named, every family has a small copy."""
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +14,12 @@ import pytest
 from jaxpar import backend
 from jaxpar.config import load_config
 from jaxpar.models.transformer import Transformer
-from jaxpar.parallel.constrain import num_shards
+from jaxpar.parallel.constrain import current_execution
 from jaxpar.parallel.loss import FactoredLogits
 from jaxpar.plan import make_plan
 from jaxpar.verify import differences, main, synthetic_batch
 
+ROOT = Path(__file__).parents[1]
 CONFIG = """
 [model]
 name = "transformer"
@@ -60,19 +64,23 @@ def test_the_layouts_of_a_sound_model_agree(verify: Callable[..., int], capsys: 
     assert {"embedding/table", "blocks/attention/query", "final_norm/scale"} < set(names)
 
 
-def test_a_wrong_gradient_is_named_and_no_other(
-    verify: Callable[..., int], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last norm's gradient counted once for each part of the batch, as replicated parameters' are in many a bug."""
-    head = Transformer.head
+def _faulty(head: Callable[..., FactoredLogits]) -> Callable[..., FactoredLogits]:
+    """A head whose gradient of the last norm is twice as large where there are several devices."""
 
     def faulty(self: Transformer, x_BTD: jax.Array) -> FactoredLogits:
-        times = num_shards("batch")
+        times = 2 if current_execution().mesh.size > 1 else 1
         scale = self.final_norm.scale[...]
         self.final_norm.scale[...] = times * scale - (times - 1) * jax.lax.stop_gradient(scale)
         return head(self, x_BTD)
 
-    monkeypatch.setattr(Transformer, "head", faulty)
+    return faulty
+
+
+def test_a_wrong_gradient_is_named_and_no_other(
+    verify: Callable[..., int], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last norm's gradient counted twice, as replicated parameters' are in many a bug."""
+    monkeypatch.setattr(Transformer, "head", _faulty(Transformer.head))
     assert verify() == 1
     out = capsys.readouterr().out
     differing = [line.split("│")[1].strip() for line in out.splitlines() if "DIFFERS" in line]
@@ -94,6 +102,53 @@ def test_a_small_copy_of_every_family_agrees(
     assert verify("--scaled-down", *overrides) == 0
     out = capsys.readouterr().out
     assert f"agree: data={4 // tensor}, fsdp=2" in out
+
+
+REDUCTION = ("precision.reduction=bfloat16", "parallel.zero_stage=1", "train.microbatches=2")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("precision.compute=float16", "precision.loss_scale=128.0"),
+        ("precision.parameters=bfloat16", "precision.rounding=stochastic"),
+        REDUCTION,
+    ],
+    ids=["float16", "parameters", "reduction"],
+)
+def test_formats_that_round_agree(
+    overrides: tuple[str, ...], verify: Callable[..., int], capsys: pytest.CaptureFixture
+) -> None:
+    assert verify(*overrides) == 0
+    assert "all 13 agree: data=2, fsdp=2, tensor=2" in capsys.readouterr().out
+
+
+def test_rounding_does_not_hide_a_wrong_gradient(
+    verify: Callable[..., int], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Transformer, "head", _faulty(Transformer.head))
+    assert verify(*REDUCTION) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("the first is final_norm/scale")
+
+
+def test_a_small_copy_of_a_run_with_many_microbatches_agrees(
+    verify: Callable[..., int], capsys: pytest.CaptureFixture
+) -> None:
+    assert verify("--scaled-down", "train.batch_size=96", "train.microbatches=8") == 0
+    assert "all 13 agree: data=2, fsdp=2, tensor=2" in capsys.readouterr().out
+
+
+def test_bfloat16_reductions_run_on_cpu_as_users_start_it(tmp_path: Path) -> None:
+    """Without the tests' compiler flags, in a step that is partly manual: XLA:CPU has crashed on such."""
+    (tmp_path / "run.toml").write_text(CONFIG)
+    overrides = ["precision.reduction=bfloat16", "train.microbatches=2", "parallel.simulated_devices=8"]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxpar.verify", "run.toml", *overrides, "parallel.sequence_parallel=true"],
+        env=environment | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all 13 agree" in done.stdout
 
 
 _BARE = """
