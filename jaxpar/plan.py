@@ -190,6 +190,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     products, products_notes = _products(config, devices[0])
     execution = Execution(
         mesh=mesh,
+        params=rules.params,
         activations=rules.activations,
         gradients=rules.gradients,
         remat=REMAT_POLICIES[config.remat.policy],

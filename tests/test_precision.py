@@ -78,7 +78,7 @@ def test_only_products_with_layers_weights_are_float8_and_gradients_are_e5m2(com
     def products(operands: str) -> Counter:
         execution = dataclasses.replace(plan.execution, products=operands, float32_products=False)
         with execution.active():
-            arguments = (plan.abstract_params, abstract_batch(plan), jax.random.key(0))
+            arguments = (plan.abstract_params, abstract_batch(plan), dropout_keys(plan, 0), None)
             equations = _equations(jax.make_jaxpr(make_gradients(plan))(*arguments))
         return Counter(
             (tuple(sorted(v.aval.dtype.name for v in equation.invars)), equation.outvars[0].aval.dtype.name)

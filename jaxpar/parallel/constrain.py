@@ -21,6 +21,7 @@ __all__ = [
     "automatic",
     "constrain",
     "constrain_gradient",
+    "constrain_stored",
     "current_execution",
     "num_shards",
     "reduction_format",
@@ -31,15 +32,16 @@ __all__ = [
 class Execution:
     """What the functions that models call need to know of the plan.
 
-    `remat` wraps the body of one layer (the identity keeps every activation). `reduction` is the format in which
-    weights' gradients are summed over devices. `float32_products` asks for matrix
-    products of 16-bit operands in float32 before they are rounded; `transposed_weight_gradients` writes weight
-    gradients on transposed operands: on some backends either decides the speed by factors, on none the mathematics.
-    `products` is the format of the operands of `contract`: "compute" (as they come), "float8", or "emulated_float8"
-    (rounded to float8, multiplied as they come).
+    `params`, `activations` and `gradients` are tables of the plan's. `remat` wraps the body of one layer (the identity
+    keeps every activation). `reduction` is the format in which weights' gradients are summed over devices.
+    `float32_products` asks for matrix products of 16-bit operands in float32 before they are rounded;
+    `transposed_weight_gradients` writes weight gradients on transposed operands: on some backends either decides the
+    speed by factors, on none the mathematics. `products` is the format of the operands of `contract`: "compute" (as
+    they come), "float8", or "emulated_float8" (rounded to float8, multiplied as they come).
     """
 
     mesh: Mesh | None = None
+    params: Table = field(default_factory=dict)
     activations: Table = field(default_factory=dict)
     gradients: Table = field(default_factory=dict)
     remat: Callable[[Callable], Callable] = lambda body: body
@@ -107,6 +109,15 @@ def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
 def constrain_gradient(x: jax.Array, axes: LogicalAxes) -> jax.Array:
     """The gradient `x` of a parameter with these axes, laid out as the active plan keeps it."""
     return _constrain_by(x, axes, current_execution().gradients)
+
+
+def constrain_stored(x: jax.Array, axes: LogicalAxes) -> jax.Array:
+    """`x`, made element by element of a parameter with these axes, laid out as the active plan keeps the parameter.
+
+    For weights in another format than they are stored in: where they are gathered next, the partitioner would otherwise
+    gather the stored weights, which are larger, and convert the whole on every device.
+    """
+    return _constrain_by(x, axes, current_execution().params)
 
 
 def _constrain_by(x: jax.Array, axes: LogicalAxes, table: Table) -> jax.Array:

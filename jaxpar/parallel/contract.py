@@ -12,7 +12,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.constrain import constrain, constrain_gradient, current_execution, reduction_format
+from jaxpar.parallel.constrain import (
+    constrain,
+    constrain_gradient,
+    constrain_stored,
+    current_execution,
+    reduction_format,
+)
 from jaxpar.parallel.float8 import FORWARD, GRADIENT, Operand, read, read_together, rescaled
 from jaxpar.parallel.rules import LogicalAxes
 
@@ -65,18 +71,21 @@ def _contract(of: _Contraction, x: jax.Array, kernels: tuple[jax.Array, ...]) ->
 
 
 def _forward(of: _Contraction, x: jax.Array, kernels: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple]:
-    operand = read(x, FORWARD)
-    return _product(of.equation, operand, _usable(kernels, of), x.dtype), (operand, kernels)
+    operand, (values, scale) = read(x, FORWARD), read_together(kernels, FORWARD)
+    weights = [constrain_stored(weight, names) for weight, names in zip(values, of.axes, strict=True)], scale
+    return _product(of.equation, operand, _usable(weights, of), x.dtype), (operand, weights, kernels)
 
 
 def _backward(of: _Contraction, residuals: tuple, dy: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    x, kernels = residuals
+    # The weights as they were read: rounded again, a recomputed layer would gather them twice, because the compiler
+    # does not see that two maxima over devices, and so the values behind them, are the same.
+    x, weights, kernels = residuals
     terms, result = of.equation.split("->")
     x_term, kernel_term = terms.split(",")
     gradient = read(dy, GRADIENT)
     if of.result is not None:
         gradient = gradient._replace(values=constrain(gradient.values, of.result))
-    dx = _product(f"{result},{kernel_term}->{x_term}", gradient, _usable(kernels, of), dy.dtype)
+    dx = _product(f"{result},{kernel_term}->{x_term}", gradient, _usable(weights, of), dy.dtype)
     # In the format of the reduction until it is reduced over the devices that share the batch; scales come after, or
     # they would stand between the sum over devices and the slice that make a reduce-scatter.
     dkernel = _weight_gradient(x_term, result, kernel_term, x, gradient)
@@ -91,9 +100,9 @@ def _backward(of: _Contraction, residuals: tuple, dy: jax.Array) -> tuple[jax.Ar
 _contract.defvjp(_forward, _backward)
 
 
-def _usable(kernels: Sequence[jax.Array], of: _Contraction) -> Operand:
-    """The weights gathered and joined; rounded to float8 before they are gathered, so that fewer bytes travel."""
-    values, scale = read_together(kernels, FORWARD)
+def _usable(weights: tuple[list[jax.Array], jax.Array | None], of: _Contraction) -> Operand:
+    """The weights gathered and joined; they are rounded to float8 before, so that fewer bytes travel."""
+    values, scale = weights
     return Operand(of.fuse(*(constrain(kernel, names) for kernel, names in zip(values, of.axes, strict=True))), scale)
 
 

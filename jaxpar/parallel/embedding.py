@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.constrain import Execution, current_execution, reduction_format
+from jaxpar.parallel.constrain import Execution, constrain_stored, current_execution, reduction_format
 from jaxpar.parallel.manual import active_axes, axis_index, device_by_device, reduced, spec_of
 
 __all__ = ["lookup"]
@@ -49,7 +49,7 @@ def _lookup(rows: str, table_VD: jax.Array, indices_BT: jax.Array) -> jax.Array:
             spec_of(execution, "embedding", indices_BT.shape, ("batch", sequence), used),
         ),
         out_specs=spec_of(execution, "embedding", shape_BTD, ("batch", "residual_sequence", "embed"), used),
-    )(table_VD, indices_BT)
+    )(constrain_stored(table_VD, (rows, "embed")), indices_BT)
 
 
 def _forward(rows: str, table_VD: jax.Array, indices_BT: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.parallel.constrain import Execution, current_execution, reduction_format
+from jaxpar.parallel.constrain import Execution, constrain_stored, current_execution, reduction_format
 from jaxpar.parallel.manual import active_axes, axis_index, device_by_device, reduced, spec_of
 
 __all__ = ["FactoredLogits", "LossSettings", "LossSums", "cross_entropy"]
@@ -151,7 +151,7 @@ def _on_mesh(
         partial(local, axes),
         in_specs=(specs["hidden"], specs["kernel"], specs["tokens"], specs["tokens"]),
         out_specs=(scalar, scalar, specs["dhidden"], specs["dkernel"]) if with_gradients else (scalar, scalar),
-    )(hidden_BTD, kernel_DV, targets_BT, mask_BT)
+    )(hidden_BTD, constrain_stored(kernel_DV, ("embed", "vocab")), targets_BT, mask_BT)
 
 
 def _layout(

@@ -68,7 +68,7 @@ def attention(
         case "cudnn":
             if segment_ids_BT is not None or softcap is not None:
                 raise ValueError('attention "cudnn" takes neither segment_ids_BT nor softcap; use "blockwise"')
-            out = cudnn_attention(q_BTKGN, k_BTKN, v_BTKN, window=window, scale=scale)
+            out = cudnn_attention(q_BTKGN, k_BTKN, v_BTKN, window=window, scale=scale, shard=by_batch_and_heads)
             return checkpoint_name(out, "attention_output")
         case "pallas":
             if window is not None or softcap is not None:
