@@ -12,6 +12,9 @@ from jaxpar.parallel.rules import LogicalAxes
 
 __all__ = ["check_layout", "check_offload", "check_precision"]
 
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
+"""Normal float32 numbers, and twice each."""
+
 
 def check_layout(config: Config, sizes: Mapping[str, int]) -> None:
     """Raises ValueError if the mesh of `sizes` cannot split what the configuration asks for."""
@@ -48,6 +51,19 @@ def check_precision(config: Config) -> None:
             f'precision.loss_scale={json.dumps(precision.loss_scale)} is for precision.compute="float16"; '
             f'{precision.compute} needs none: set precision.loss_scale="auto"'
         )
+    scales = {
+        "scale_min": precision.scale_min,
+        "scale_initial": precision.scale_initial,
+        "scale_max": precision.scale_max,
+    }
+    if isinstance(precision.loss_scale, float):
+        scales["loss_scale"] = precision.loss_scale
+    for key, value in scales.items():
+        if not _SMALLEST_SCALE <= value <= _LARGEST_SCALE:
+            raise ValueError(
+                f"precision.{key}={value:g} is beyond the range of float32, in which the loss scale is kept; "
+                f"it must lie between {_SMALLEST_SCALE:g} and {_LARGEST_SCALE:g}"
+            )
     if not precision.scale_min <= precision.scale_initial <= precision.scale_max:
         raise ValueError(
             f"precision.scale_initial={precision.scale_initial:g} must lie between precision.scale_min="

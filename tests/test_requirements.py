@@ -135,6 +135,11 @@ def test_what_divides() -> None:
             "precision.scale_initial=0.5 must lie between precision.scale_min=1 and precision.scale_max=1.67772e+07",
         ),
         (
+            {"precision": {"scale_initial": 1e39, "scale_max": 1e40}},
+            "precision.scale_initial=1e+39 is beyond the range of float32, in which the loss scale is kept; "
+            "it must lie between 1.17549e-38 and 8.50706e+37",
+        ),
+        (
             {"precision": {"scale_initial": 4.0, "scale_max": 2.0}},
             "precision.scale_initial=4 must lie between precision.scale_min=1 and precision.scale_max=2",
         ),

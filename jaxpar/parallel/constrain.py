@@ -23,6 +23,7 @@ __all__ = [
     "constrain_gradient",
     "constrain_stored",
     "current_execution",
+    "manual_batch_axes",
     "num_shards",
     "reduction_format",
 ]
@@ -86,6 +87,15 @@ def automatic(table: Table) -> Table:
     if not manual:
         return table
     return {name: tuple(axis for axis in mesh_axes if axis not in manual) for name, mesh_axes in table.items()}
+
+
+def manual_batch_axes() -> tuple[str, ...]:
+    """The mesh axes that share the batch and are manual in the current shard_map, where each device sees its part."""
+    execution = current_execution()
+    if execution.mesh is None:
+        return ()
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in execution.activations["batch"] if axis in manual)
 
 
 def reduction_format() -> str:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen import fp8_ops
 
-from jaxpar.parallel.constrain import current_execution
+from jaxpar.parallel.constrain import current_execution, manual_batch_axes
 
 __all__ = ["FORWARD", "GRADIENT", "Operand", "read", "read_together", "rescaled"]
 
@@ -59,8 +59,12 @@ def read_together(arrays: Sequence[jax.Array], float8: jnp.dtype) -> tuple[list[
         return list(arrays), None
     # In float32 before the reduction: 16-bit maxima over devices crash XLA:CPU in partly manual shard_maps.
     largest = [jnp.max(jnp.abs(x.astype(jnp.float32))) for x in arrays]
+    largest_of_all = jnp.max(jnp.stack(largest))
+    if axes := manual_batch_axes():
+        # Each device has its own sequences only; what every device has whole is the same there and here.
+        largest_of_all = jax.lax.pmax(largest_of_all, axes)
     # Not 0 for a tensor of zeros, whose values are then 0; infinite or NaN with the tensor, and so is the product.
-    scale = jnp.maximum(jnp.max(jnp.stack(largest)) / _largest(float8), jnp.finfo(jnp.float32).tiny)
+    scale = jnp.maximum(largest_of_all / _largest(float8), jnp.finfo(jnp.float32).tiny)
     rounded = [fp8_ops.quantize(x, float8, scale, jnp.float32) for x in arrays]
     if products == "emulated_float8":
         rounded = [values.astype(x.dtype) for values, x in zip(rounded, arrays, strict=True)]
