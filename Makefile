@@ -10,11 +10,12 @@ ARGS ?=
 PYTHONS := $(or $(PYTHON),python3.12 python3.11 python3)
 PROBE := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help venv quickstart test lint format clean
+.PHONY: help venv quickstart test test-deviceless lint format clean
 
 help:
 	@echo "make quickstart    trains a small model on the packaged corpus, on CPU (ARGS=\"KEY=VALUE ...\" changes its configuration)"
 	@echo "make test          format, lint, types, tests and doctests (WORKERS=2 processes)"
+	@echo "make test-deviceless  what is compiled for GPUs that are not here (installs a compiler of 200 MB into .cache)"
 	@echo "make lint          format, lint and types only"
 	@echo "make format        rewrites the code in the project's format"
 	@echo "make venv          makes .venv and installs jaxpar with its dev extra (PYTHON=... for another interpreter)"
@@ -45,6 +46,19 @@ quickstart: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# In a directory of its own: as a part of .venv, JAX would look for GPUs in every run.
+DEVICELESS := .cache/deviceless
+
+test-deviceless: $(STAMP)
+	@set -e; version=$$($(BIN)/python -c "import importlib.metadata as m; print(m.version('jaxlib'))"); \
+	if [ ! -e $(DEVICELESS)/$$version ]; then \
+		rm -rf $(DEVICELESS); \
+		$(BIN)/python -m pip install --no-deps --target $(DEVICELESS) \
+			jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version; \
+		touch $(DEVICELESS)/$$version; \
+	fi
+	PYTHONPATH=$(DEVICELESS) $(BIN)/python -m pytest tests/deviceless
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
