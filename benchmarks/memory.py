@@ -20,10 +20,13 @@ from typing import Any
 import jax
 
 from jaxpar.backend import prepare
-from jaxpar.config import Config, ConfigError, load_config
+from jaxpar.command_line import USER_ERROR, UserError, user_errors
+from jaxpar.config import Config, load_config
+from jaxpar.data import declared_vocab_size
 from jaxpar.memory import state_parts
-from jaxpar.optim import PROPERTIES, state_bytes
+from jaxpar.optim import PROPERTIES
 from jaxpar.optim.properties import state_arrays
+from jaxpar.parallel.rules import is_stacked
 from jaxpar.plan import Plan, make_plan
 from jaxpar.state import optimizer_of
 
@@ -47,6 +50,7 @@ _ON_HOST = {
     "state, layers' parameters": {"optimizer_state": "host", "parameters": "host"},
 }
 _STAGES = (0, 1, 2, 3)
+_TENSOR_AXES = {"vocab", "heads", "kv_heads", "mlp"}
 
 
 @dataclass(frozen=True)
@@ -75,13 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_args(arguments)
     try:
-        config = load_config(Path(__file__).with_name("memory.toml"), options.overrides)
-    except ConfigError as error:
+        with user_errors():
+            config = load_config(Path(__file__).with_name("memory.toml"), options.overrides)
+            for line in prepare(config.parallel, config.runtime):
+                print(line)
+            found = list(rows(config))
+    except UserError as error:
         print(error, file=sys.stderr)
-        return 2
-    for line in prepare(config.parallel, config.runtime):
-        print(line)
-    found = list(rows(config))
+        return USER_ERROR
     table = markdown(found)
     print(table)
     if options.write_readme:
@@ -102,7 +107,8 @@ def rows(config: Config, optimizers: Sequence[str] = tuple(OPTIMIZERS)) -> Itera
             "parallel": config.parallel.model_dump() | {"zero_stage": stage},
         }
         sections = {name: getattr(config, name) for name in type(config).model_fields}
-        plan = make_plan(Config.model_validate(sections | changed), jax.devices(), config.model.vocab_size)  # type: ignore[attr-defined]
+        vocab_size = getattr(config.model, "vocab_size", 0) or declared_vocab_size(config.data)
+        plan = make_plan(Config.model_validate(sections | changed), jax.devices(), vocab_size)
         parts = state_parts(plan, optimizer_of(plan))
         device, host = formula(plan)
         yield Row(
@@ -114,32 +120,35 @@ def rows(config: Config, optimizers: Sequence[str] = tuple(OPTIMIZERS)) -> Itera
 def formula(plan: Plan) -> tuple[float, float]:
     """Bytes of a device's state in its own memory and in its host's, if everything divided evenly.
 
-    P parameters of p bytes with gradients of g bytes and an optimizer state of S bytes over N devices: p·P + g·P + S at
-    stage 0; stage 1 divides S by N, stage 2 also g·P, stage 3 also p·P. The layers' part of p·P may be on the host, and
-    S.
+    P parameters of p bytes with gradients of g bytes (4 where several microbatches are summed) and an optimizer state
+    of S bytes, of which a device of `tensor` = T has a T-th where a dim is `vocab`, `heads`, `kv_heads` or `mlp`. Over
+    F devices along `fsdp` a device has p·P + g·P + S at stage 0; stage 1 divides S by F, stage 2 also g·P, stage 3 also
+    p·P. S has master weights and the moving average, 4·P each, in it. S may be on the host, and the layers' part of
+    p·P.
     """
-    config = plan.config
-    shapes = {parameter.path: parameter.shape for parameter in plan.parameters}
-    state = state_bytes(config.optimizer, shapes, plan.axes, master_weights=config.precision.master_weights)
-    streams = config.offload.parameters == "host"
-    device = {"parameters": 0, "gradients": 0}
-    host = 0
+    config, shape = plan.config, plan.mesh.shape
+    parameters = {"device": 0.0, "host": 0.0}
+    gradients, state = 0.0, 4.0  # the count of updates
     for parameter in plan.parameters:
-        num_bytes = parameter.size * parameter.dtype.itemsize
-        device["gradients"] += num_bytes
-        if streams and "layers" in parameter.axes:
-            host += num_bytes
-        else:
-            device["parameters"] += num_bytes
-    stage, size = config.parallel.zero_stage, plan.mesh.size
+        size = parameter.size / (shape["tensor"] if _TENSOR_AXES & set(parameter.axes) else 1)
+        place = "host" if config.offload.parameters == "host" and is_stacked(parameter.axes) else "device"
+        parameters[place] += size * parameter.dtype.itemsize
+        gradients += size * (4 if config.train.microbatches > 1 else parameter.dtype.itemsize)
+        kept = state_arrays(
+            config.optimizer, parameter.path, parameter.axes, parameter.shape,
+            master_weights=config.precision.master_weights,
+        )  # fmt: skip
+        of_optimizer = sum(array.num_bytes for array in kept.values()) * size / parameter.size
+        state += of_optimizer + (4 * size if config.train.ema_decay else 0)
+    stage = config.parallel.zero_stage
 
-    def divided(num_bytes: int, from_stage: int) -> float:
-        return num_bytes / size if stage >= from_stage else num_bytes
+    def divided(num_bytes: float, from_stage: int) -> float:
+        return num_bytes / shape["fsdp"] if stage >= from_stage else num_bytes
 
-    own_state, host_state = (0, state) if config.offload.optimizer_state == "host" else (state, 0)
+    own_state, host_state = (0.0, state) if config.offload.optimizer_state == "host" else (state, 0.0)
     return (
-        divided(device["parameters"], 3) + divided(device["gradients"], 2) + divided(own_state, 1),
-        divided(host, 3) + divided(host_state, 1),
+        divided(parameters["device"], 3) + divided(gradients, 2) + divided(own_state, 1),
+        divided(parameters["host"], 3) + divided(host_state, 1),
     )
 
 

@@ -44,6 +44,31 @@ def test_the_formula_is_the_papers(memory: ModuleType, stage: int, per_parameter
     assert host == 0
 
 
+def test_the_formula_knows_the_other_axes_and_what_else_is_kept(memory: ModuleType) -> None:
+    """Replicas divide nothing, `tensor` all of these matrices at every stage; the average is a part of the state."""
+    overrides = [
+        "parallel.data=2",
+        "parallel.fsdp=2",
+        "parallel.tensor=2",
+        "train.microbatches=2",
+        "train.ema_decay=0.9",
+    ]
+    config = load_config(ROOT / "benchmarks" / "memory.toml", overrides)
+    num_parameters = 1_235_814_400
+    for row in memory.rows(config, ["AdamW", "Adafactor"]):
+        assert 0 <= row.difference < 0.003, row
+        if (row.optimizer, row.on_host, row.zero_stage) == ("AdamW", "", 2):
+            per_parameter = (2 + (4 + 12 + 4) / 2) / 2
+            assert row.formula_device_bytes == pytest.approx(per_parameter * num_parameters, rel=1e-3)
+
+
+def test_what_the_user_got_wrong_is_one_message(memory: ModuleType, capsys: pytest.CaptureFixture) -> None:
+    assert memory.main(["parallel.fsdp=3"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("parallel.fsdp=3")
+    assert len(captured.err.splitlines()) == 1
+
+
 def test_the_readme_has_the_tables_that_the_script_makes(memory: ModuleType) -> None:
     config = load_config(ROOT / "benchmarks" / "memory.toml")
     found = list(memory.rows(config))
