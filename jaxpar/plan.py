@@ -19,12 +19,12 @@ from jaxpar.backend import has_float8_products, matrix_product_forms
 from jaxpar.config.schema import Config
 from jaxpar.optim import check_optimizer
 from jaxpar.parallel.attention import choose
-from jaxpar.parallel.constrain import Execution
+from jaxpar.parallel.constrain import Execution, recorded_calls
 from jaxpar.parallel.layers import REMAT_POLICIES
 from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
 from jaxpar.parallel.offload import host_sharding, in_host_memory, readable
-from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, Table, resolve
-from jaxpar.requirements import check_layout, check_offload, check_precision
+from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, Table, is_stacked, is_vector, resolve
+from jaxpar.requirements import check_calls, check_idle_keys, check_layout, check_offload, check_precision
 
 VOCAB_MULTIPLE = 128
 """What the vocabulary is padded to, unless the model says otherwise: one number, so that meshes pad alike."""
@@ -65,7 +65,11 @@ class Parameter:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Where everything lives and how the step runs. `notes` are the decisions that a user should know of."""
+    """Where everything lives and how the step runs.
+
+    `calls` are the functions that follow the plan, among those that a model may do without, which this one calls
+    ("attention", "contract", "scan_layers"). `notes` are the decisions that a user should know of.
+    """
 
     config: Config
     mesh: Mesh
@@ -76,6 +80,7 @@ class Plan:
     structure: Any
     abstract_params: Any
     parameters: tuple[Parameter, ...]
+    calls: frozenset[str]
     notes: tuple[str, ...]
 
     def make_params(self) -> Any:
@@ -116,6 +121,11 @@ class Plan:
         """Path → logical axes of every parameter."""
         return {parameter.path: parameter.axes for parameter in self.parameters}
 
+    @property
+    def vectors(self) -> frozenset[str]:
+        """Paths of the parameters that are vectors in each layer."""
+        return frozenset(p.path for p in self.parameters if is_vector(p.path, p.axes))
+
     def shardings(self, table: Table) -> Any:
         """The pytree of parameters with the sharding that `table` gives to each one's axes."""
         leaves = [
@@ -129,7 +139,7 @@ class Plan:
         """The pytree of parameters with each one's sharding, and the memory that it is kept in."""
         host = self.config.offload.parameters == "host"
         return self.as_params(
-            {p.path: self.sharding(p.layout.spec, on_host=host and "layers" in p.axes) for p in self.parameters}
+            {p.path: self.sharding(p.layout.spec, on_host=host and is_stacked(p.axes)) for p in self.parameters}
         )
 
     def readable(self, params: Any, table: Table, proxies: Any = None) -> Any:
@@ -139,7 +149,7 @@ class Plan:
         leaves = {}
         for p in self.parameters:
             spec = resolve(p.path, p.shape, p.axes, table, self.mesh.shape).spec
-            leaves[p.path] = readable(by_path[p.path], stand_ins[p.path], spec, stacked="layers" in p.axes)
+            leaves[p.path] = readable(by_path[p.path], stand_ins[p.path], spec, stacked=is_stacked(p.axes))
         return self.as_params(leaves)
 
     @property
@@ -181,6 +191,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     sizes = axis_sizes({axis: getattr(config.parallel, axis) for axis in AXES}, len(devices))
     check_layout(config, sizes)
     check_precision(config)
+    check_idle_keys(config)
     vocab_size, note = _vocabulary(config, vocab_size)
     multiple = math.lcm(getattr(config.model, "vocab_multiple", VOCAB_MULTIPLE), sizes["tensor"])
     padded_vocab_size = math.ceil(vocab_size / multiple) * multiple
@@ -204,6 +215,9 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     structure, abstract_params, axes = _abstract_model(config, vocab_size, padded_vocab_size)
     check_optimizer(config.optimizer, config.schedule, axes)
     check_offload(config, axes)
+    parameters = _place(abstract_params, axes, rules, sizes)
+    calls = _calls(config, execution, structure, abstract_params)
+    check_calls(config, calls)
     return Plan(
         config=config,
         mesh=mesh,
@@ -213,8 +227,9 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
         padded_vocab_size=padded_vocab_size,
         structure=structure,
         abstract_params=abstract_params,
-        parameters=_place(abstract_params, axes, rules, sizes),
-        notes=(*note, *rule_notes, attention_note, *products_notes),
+        parameters=parameters,
+        calls=calls,
+        notes=(*note, *rule_notes, *([attention_note] if "attention" in calls else []), *products_notes),
     )
 
 
@@ -259,6 +274,19 @@ def _abstract_model(config: Config, vocab_size: int, padded_vocab_size: int) -> 
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, config.precision.parameters), nnx.to_pure_dict(params)
     )
     return structure, stored, axes
+
+
+def _calls(config: Config, execution: Execution, structure: Any, abstract_params: Any) -> frozenset[str]:
+    """The functions that follow the plan which the model calls, found by tracing it; nothing is computed."""
+    shape = (config.train.batch_size, config.data.sequence_length)
+    inputs = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("tokens", "positions", "segment_ids")}
+
+    def call(params: Any, inputs: dict[str, jax.Array]) -> None:
+        nnx.merge(structure, params)(inputs)
+
+    with execution.active(), recorded_calls() as calls:
+        jax.eval_shape(call, abstract_params, inputs)
+    return frozenset(calls)
 
 
 def _place(

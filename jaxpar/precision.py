@@ -1,6 +1,6 @@
 """Number formats of parameters and of the arithmetic on them, and steps that are not finite: loss scaling, skipping."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,18 +11,18 @@ import jax.numpy as jnp
 __all__ = ["Guard", "GuardRules", "in_compute_dtype", "next_guard"]
 
 
-def in_compute_dtype(loss: Callable, dtype: str, axes: Mapping[str, Sequence[str | None]]) -> Callable:
+def in_compute_dtype(loss: Callable, dtype: str, kept: Collection[str]) -> Callable:
     """`loss(params, ...)` with weights cast to `dtype` first; gradients come back in the parameters' own dtype.
 
     Where they have that dtype already this changes nothing.
 
-    `axes` has every parameter's path and logical axes. Vectors (norm scales, biases), stacked over layers or not,
-    stay as they are: the layers that use them compute in float32.
+    Parameters whose paths are `kept` stay as they are: vectors (norm scales, biases), with which layers compute in
+    float32.
     """
 
     def cast(keys: tuple, parameter: jax.Array) -> jax.Array:
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
-        return parameter.astype(dtype) if sum(axis != "layers" for axis in axes[path]) >= 2 else parameter
+        return parameter if path in kept else parameter.astype(dtype)
 
     def cast_loss(params: Any, *args: Any) -> Any:
         return loss(jax.tree_util.tree_map_with_path(cast, params, is_leaf=lambda x: hasattr(x, "astype")), *args)

@@ -2,16 +2,29 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from jaxpar.config.schema import Config
+from jaxpar.config.section import Section
 from jaxpar.multiples import nearest_multiples
 from jaxpar.optim import PROPERTIES
 from jaxpar.parallel.mesh import BATCH_AXES
-from jaxpar.parallel.rules import LogicalAxes
+from jaxpar.parallel.rules import LogicalAxes, is_stacked
 
-__all__ = ["check_layout", "check_offload", "check_precision"]
+__all__ = ["check_calls", "check_idle_keys", "check_layout", "check_offload", "check_precision"]
 
+_FUNCTIONS = {
+    "scan_layers": "jaxpar.parallel.layers.scan_layers",
+    "contract": "jaxpar.parallel.contract.contract",
+    "attention": "jaxpar.parallel.attention.attention",
+}
+_OPTIMIZER_REFINEMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "moment_rounding": (lambda c: c.moments != "float32", 'moments in 16 bits: set optimizer.moments="bfloat16"'),
+    "nesterov": (lambda c: c.momentum > 0, "a momentum: set optimizer.momentum, for example to 0.9"),
+    "min_parameter_scale": (lambda c: c.parameter_scale, "relative steps: set optimizer.parameter_scale=true"),
+}
+"""A key of an optimizer → whether what it refines is on, and what that is."""
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
 """Normal float32 numbers, and twice each."""
 
@@ -84,7 +97,7 @@ def check_offload(config: Config, axes: Mapping[str, LogicalAxes]) -> None:
             'offload.parameters="host" with remat.policy="none" would keep every layer on the device for the backward '
             'pass; set remat.policy="full" or "dots", or offload.parameters="none"'
         )
-    if offload.parameters == "host" and not any("layers" in names for names in axes.values()):
+    if offload.parameters == "host" and not any(is_stacked(names) for names in axes.values()):
         raise ValueError(
             'offload.parameters="host" moves layers one by one, but the model has no stacked layers, which are '
             'parameters whose first logical axis is "layers"; set offload.parameters="none"'
@@ -106,13 +119,58 @@ def check_offload(config: Config, axes: Mapping[str, LogicalAxes]) -> None:
         )
 
 
+def check_calls(config: Config, calls: Collection[str]) -> None:
+    """Raises ValueError for a key that acts in a function which the model does not call; `calls` are those it does."""
+    acting = {
+        "remat.policy": (config.remat.policy, "none", "scan_layers"),
+        "kernels.unroll_layers": (config.kernels.unroll_layers, False, "scan_layers"),
+        "offload.parameters": (config.offload.parameters, "none", "scan_layers"),
+        "precision.products": (config.precision.products, "compute", "contract"),
+        "kernels.attention": (config.kernels.attention, "auto", "attention"),
+    }
+    for key, (value, off, function) in acting.items():
+        if value != off and function not in calls:
+            raise ValueError(
+                f"{key}={json.dumps(value)} acts in {_FUNCTIONS[function]}, which the model "
+                f"{config.model.name!r} does not call; call it in the model, or set {key}={json.dumps(off)}"  # type: ignore[attr-defined]
+            )
+
+
+def check_idle_keys(config: Config) -> None:
+    """Raises ValueError for a key that refines something which is off, unless it has its default value.
+
+    Keys that depend on the sizes of mesh axes are free, so that one file serves several layouts.
+    """
+    precision, train, optimizer = config.precision, config.train, config.optimizer
+    dynamic = precision.scaling == "dynamic"
+    skips = train.on_nonfinite == "skip" or precision.scaling != "none"
+    refines: list[tuple[str, Section, str, bool, str]] = [
+        ("precision", precision, key, dynamic, "a dynamic loss scale, which precision.compute=\"float16\" with "
+         'precision.loss_scale="auto" has')
+        for key in ("scale_initial", "scale_growth_steps", "scale_min", "scale_max")
+    ]  # fmt: skip
+    refines += [("train", train, "max_skipped", skips, 'steps that are skipped: set train.on_nonfinite="skip"')]
+    for key, (on, what) in _OPTIMIZER_REFINEMENTS.items():
+        if hasattr(optimizer, key):
+            refines.append(("optimizer", optimizer, key, on(optimizer), what))
+    for section, values, key, is_on, what in refines:
+        value, default = getattr(values, key), type(values).model_fields[key].default
+        if value != default and not is_on:
+            raise ValueError(
+                f"{section}.{key}={json.dumps(value)} changes nothing here; it is for {what}; or leave it at its "
+                f"default, {json.dumps(default)}"
+            )
+
+
 def _16_bit(config: Config) -> str:
     return "bfloat16" if config.precision.compute == "float32" else config.precision.compute
 
 
 def _check_divides(config: Config, sizes: Mapping[str, int]) -> None:
     model = config.model
-    for axis, field in (("tensor", "num_heads"), ("tensor", "mlp_dim"), ("fsdp", "embed_dim")):
+    splits = [("tensor", "num_heads"), ("tensor", "mlp_dim")]
+    splits += [("fsdp", "embed_dim")] * (config.parallel.zero_stage > 0)
+    for axis, field in splits:
         value = getattr(model, field, None)
         if value is not None and value % sizes[axis]:
             legal = ", ".join(str(n) for n in range(1, value + 1) if value % n == 0)

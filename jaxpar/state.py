@@ -83,7 +83,7 @@ def guard_rules(config: Config) -> GuardRules | None:
     precision = config.precision
     if isinstance(precision.loss_scale, float):
         return GuardRules(precision.loss_scale, precision.loss_scale, precision.loss_scale)
-    if precision.loss_scale == "dynamic" or precision.compute == "float16":
+    if precision.scaling == "dynamic":
         return GuardRules(
             precision.scale_initial, precision.scale_min, precision.scale_max, precision.scale_growth_steps
         )

@@ -70,7 +70,9 @@ class Step:
         gradients = make_gradients(plan)
         update = _make_update(plan, self.optimizer)
         evaluation_loss = in_compute_dtype(
-            token_loss(plan, LossSettings(chunk_tokens=config.loss.chunk_tokens)), config.precision.compute, plan.axes
+            token_loss(plan, LossSettings(chunk_tokens=config.loss.chunk_tokens)),
+            config.precision.compute,
+            plan.vectors,
         )
 
         def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -104,7 +106,7 @@ def make_gradients(plan: Plan) -> Gradients:
     config = plan.config
     settings = LossSettings(config.loss.z_loss, config.loss.label_smoothing, config.loss.chunk_tokens)
     loss = token_loss(plan, settings)
-    loss = in_compute_dtype(loss, config.precision.compute, plan.axes)
+    loss = in_compute_dtype(loss, config.precision.compute, plan.vectors)
     weighted = accumulated(loss_gradients(loss, plan), config.train.microbatches, plan.by_path, plan.axes)
     return clipped(mean_over_tokens(reduced_once(weighted, plan)), config.train.max_grad_norm)
 
@@ -185,7 +187,8 @@ def clipped(gradients: Gradients, max_norm: float) -> Gradients:
     """Gradients scaled to a global norm of at most `max_norm`.
 
     Reported are the norm before, `grad_norm`, and `nonfinite`: the place (in the order of `Plan.parameters`) of the
-    first parameter whose gradient is not finite, the number of parameters if only the loss is not, -1 if all are.
+    first parameter whose gradient is not finite, the number of parameters if only the loss is not, -1 if all are. A
+    gradient whose norm is above 1.8e19, whose square float32 cannot hold, counts as not finite.
     """
 
     def clipped_gradients(

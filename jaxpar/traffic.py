@@ -26,7 +26,7 @@ from jaxpar.parallel.communication import (
 )
 from jaxpar.parallel.device_groups import IRREGULAR
 from jaxpar.parallel.mesh import BATCH_AXES
-from jaxpar.parallel.rules import Table, resolve
+from jaxpar.parallel.rules import Table, is_stacked, is_vector, resolve
 from jaxpar.plan import Parameter, Plan
 
 __all__ = ["ExpectedTraffic", "expected_traffic"]
@@ -161,11 +161,11 @@ def _on_cpu(plan: Plan) -> bool:
 
 
 def _in_layers(parameter: Parameter) -> bool:
-    return "layers" in parameter.axes
+    return is_stacked(parameter.axes)
 
 
 def _is_matrix(parameter: Parameter) -> bool:
-    return sum(axis != "layers" for axis in parameter.axes) >= 2
+    return not is_vector(parameter.path, parameter.axes)
 
 
 def _uses(plan: Plan, parameter: Parameter) -> int:

@@ -127,6 +127,9 @@ class _Own(nnx.Module):
             self.rngs = rngs
             self.calls = nnx.Variable(jnp.zeros(()))
 
+    def __call__(self, inputs: dict, *, dropout_keys: Any = None) -> jax.Array:
+        return jnp.take(self.table[...], inputs["tokens"], axis=0)
+
 
 class _OwnConfig(BaseModel):
     """Its configuration, which has none of the fields of jaxpar's own models."""

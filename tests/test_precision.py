@@ -18,8 +18,7 @@ from jaxpar.step import abstract_batch, dropout_keys, make_gradients, token_loss
 
 
 def test_matrices_are_cast_vectors_of_layers_are_not_and_gradients_come_back_in_float32() -> None:
-    axes = {"matrix": ("embed", "mlp"), "vector": ("norm",), "layers/matrix": ("layers", "embed", "mlp")}
-    axes["layers/vector"] = ("layers", "norm")
+    vectors = {"vector", "layers/vector"}
     seen = {}
 
     def loss(params: dict, scale: float) -> jax.Array:
@@ -29,12 +28,12 @@ def test_matrices_are_cast_vectors_of_layers_are_not_and_gradients_come_back_in_
     fine = 1.0 + 2**-10  # bfloat16 rounds it to 1
     params = {"matrix": jnp.full((2, 3), fine), "vector": jnp.full(3, fine)}
     params["layers"] = {"matrix": jnp.full((5, 2, 3), fine), "vector": jnp.full((5, 3), fine)}
-    value, gradients = jax.value_and_grad(in_compute_dtype(loss, "bfloat16", axes))(params, 2.0)
+    value, gradients = jax.value_and_grad(in_compute_dtype(loss, "bfloat16", vectors))(params, 2.0)
     formats = {"matrix": "bfloat16", "vector": "float32"}
     assert seen == formats | {"layers": formats}
     assert value == 2.0 * (36 + 18 * fine)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"float32"}
-    in_compute_dtype(loss, "float32", axes)(params, 2.0)
+    in_compute_dtype(loss, "float32", vectors)(params, 2.0)
     assert set(jax.tree.leaves(seen)) == {"float32"}
 
 
@@ -55,7 +54,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_products_are_in_the_compute_format_and_norms_softmax_and_loss_in_float32(compute: str) -> None:
     plan = _plan(compute)
-    loss = in_compute_dtype(token_loss(plan, LossSettings()), compute, plan.axes)
+    loss = in_compute_dtype(token_loss(plan, LossSettings()), compute, plan.vectors)
     keys = dropout_keys(plan, 0)
     with plan.execution.active():
         jaxpr = jax.make_jaxpr(loss)(plan.abstract_params, abstract_batch(plan), keys)
@@ -68,6 +67,21 @@ def test_products_are_in_the_compute_format_and_norms_softmax_and_loss_in_float3
     for primitive in ("rsqrt", "exp", "log", "tanh", "cos"):
         assert formats[primitive] == {"float32"}, primitive
     assert {leaf.dtype.name for leaf in jax.tree.leaves((grads, metrics["loss"], metrics["grad_norm"]))} == {"float32"}
+
+
+def test_biases_stay_in_float32_and_their_gradients_are_summed_in_it() -> None:
+    """Also those of queries, keys and values, which have two dims."""
+    table = {"model": {"name": "gpt2_tiny", "qkv_bias": True}, "precision": {"compute": "bfloat16"}}
+    table |= {"data": {"sequence_length": 8}, "train": {"batch_size": 2}, "kernels": {"attention": "reference"}}
+    plan = make_plan(parse_config(table), jax.devices()[:1], 20)
+    assert sum(path.endswith("bias") for path in plan.vectors) == 9
+    with plan.execution.active():
+        arguments = (plan.abstract_params, abstract_batch(plan), dropout_keys(plan, 0), None)
+        equations = list(_equations(jax.make_jaxpr(make_gradients(plan))(*arguments)))
+    # Sums over batch and sequence. Those over heads or width are part of a product.
+    sums = [e for e in equations if e.primitive.name == "reduce_sum" and {0, 1} <= set(e.params["axes"])]
+    assert len(sums) >= 9
+    assert {e.invars[0].aval.dtype.name for e in sums} <= {"float32", "int32"}
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])

@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.config import parse_config
 from jaxpar.plan import make_plan
-from jaxpar.requirements import check_layout, check_offload, check_precision
+from jaxpar.requirements import check_calls, check_idle_keys, check_layout, check_offload, check_precision
 
 SIZES = {"pipe": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
 MODEL = {"name": "transformer", "num_layers": 1, "embed_dim": 24, "num_heads": 6, "head_dim": 4, "mlp_dim": 12}
@@ -32,6 +32,11 @@ def test_axes_of_later_versions(axis: str) -> None:
     )
     with pytest.raises(ValueError, match=_exactly(message)):
         check_layout(_config(), SIZES | {axis: 2})
+
+
+def test_a_dim_that_no_axis_splits_need_not_divide() -> None:
+    config = _config(parallel={"zero_stage": 0}, train={"batch_size": 10}, evaluation={"batch_size": 10})
+    check_layout(config, SIZES | {"fsdp": 5})
 
 
 @pytest.mark.parametrize(
@@ -158,6 +163,68 @@ def test_formats_that_contradict_each_other(sections: dict, message: str) -> Non
         make_plan(config, jax.devices()[:1], 30)
 
 
+IDLE = "changes nothing here; it is for"
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"precision": {"scale_max": 2.0**20}},
+            f'precision.scale_max=1048576.0 {IDLE} a dynamic loss scale, which precision.compute="float16" with '
+            'precision.loss_scale="auto" has; or leave it at its default, 16777216.0',
+        ),
+        (
+            {"precision": {"compute": "float16", "loss_scale": 8.0, "scale_growth_steps": 7}},
+            f'precision.scale_growth_steps=7 {IDLE} a dynamic loss scale, which precision.compute="float16" with '
+            'precision.loss_scale="auto" has; or leave it at its default, 2000',
+        ),
+        (
+            {"train": {"max_skipped": 3}},
+            f'train.max_skipped=3 {IDLE} steps that are skipped: set train.on_nonfinite="skip"; or leave it at its '
+            "default, 20",
+        ),
+        (
+            {"optimizer": {"name": "adamw", "moment_rounding": "nearest"}},
+            f'optimizer.moment_rounding="nearest" {IDLE} moments in 16 bits: set optimizer.moments="bfloat16"; or '
+            'leave it at its default, "stochastic"',
+        ),
+        (
+            {"optimizer": {"name": "sgd", "momentum": 0.0, "nesterov": True}},
+            f"optimizer.nesterov=true {IDLE} a momentum: set optimizer.momentum, for example to 0.9; or leave it at "
+            "its default, false",
+        ),
+        (
+            {"optimizer": {"name": "adafactor", "parameter_scale": False, "min_parameter_scale": 0.1}},
+            f"optimizer.min_parameter_scale=0.1 {IDLE} relative steps: set optimizer.parameter_scale=true; or leave it "
+            "at its default, 0.001",
+        ),
+    ],
+)  # fmt: skip
+def test_keys_that_refine_what_is_off(sections: dict, message: str) -> None:
+    config = _config(**sections)
+    with pytest.raises(ValueError, match=_exactly(message)):
+        check_idle_keys(config)
+    with pytest.raises(ValueError, match=_exactly(message)):
+        make_plan(config, jax.devices()[:1], 30)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"precision": {"compute": "float16", "scale_max": 2.0**20}, "train": {"max_skipped": 3}},
+        {"train": {"max_skipped": 3, "on_nonfinite": "skip"}},
+        {"optimizer": {"name": "adamw", "moment_rounding": "nearest", "moments": "bfloat16"}},
+        {"optimizer": {"name": "sgd", "nesterov": True}},
+        {"optimizer": {"name": "muon", "nesterov": False}},
+    ],
+    ids=str,
+)
+def test_keys_that_refine_what_is_on(sections: dict) -> None:
+    check_idle_keys(_config(**sections))
+
+
 @pytest.mark.parametrize(
     "precision",
     [
@@ -207,6 +274,19 @@ OFF = "set offload.update_on_host=false"
 def test_what_cannot_move_to_the_host(sections: dict, message: str) -> None:
     with pytest.raises(ValueError, match=_exactly(message)):
         make_plan(_config(**sections), jax.devices()[:1], 30)
+
+
+def test_layers_that_the_model_runs_itself_cannot_move_to_the_host() -> None:
+    config = _config(offload={"parameters": "host"}, remat={"policy": "full"})
+    check_calls(config, {"scan_layers"})
+    with pytest.raises(ValueError, match=r"^remat\.policy="):
+        check_calls(config, {"contract", "attention"})
+    message = (
+        "offload.parameters=\"host\" acts in jaxpar.parallel.layers.scan_layers, which the model 'transformer' does "
+        'not call; call it in the model, or set offload.parameters="none"'
+    )
+    with pytest.raises(ValueError, match=_exactly(message)):
+        check_calls(_config(offload={"parameters": "host"}), {"contract"})
 
 
 def test_parameters_without_layers_cannot_move_to_the_host() -> None:

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+
+from jaxpar.config import load_config
+from jaxpar.plan import make_plan
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -36,6 +40,35 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(11):
         (directory / "texts" / f"{number}.txt").write_text(f"One fish, two fish, red fish, blue fish: {number}. " * 20)
     return directory
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "function"),
+    [
+        ("precision.products", "float8", "contract.contract"),
+        ("remat.policy", "full", "layers.scan_layers"),
+        ("kernels.unroll_layers", True, "layers.scan_layers"),
+        ("kernels.attention", "blockwise", "attention.attention"),
+    ],
+)
+def test_what_its_functions_do_not_reach_is_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str | bool, function: str
+) -> None:
+    monkeypatch.syspath_prepend(directory)
+    off = {"precision.products": "compute", "remat.policy": "none", "kernels.attention": "auto"}.get(key, False)
+    message = (
+        f"{key}={json.dumps(value)} acts in jaxpar.parallel.{function}, which the model 'my_model:RecurrentConfig' "
+        f"does not call; call it in the model, or set {key}={json.dumps(off)}"
+    )
+    emulated = ["precision.emulate_float8=true"] * (key == "precision.products")
+    config = load_config(directory / "my_model.toml", [*SMALL, f"{key}={json.dumps(value)}", *emulated])
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make_plan(config, jax.devices()[:2], 257)
+
+
+def test_no_attention_is_chosen_for_a_model_without(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(directory)
+    assert make_plan(load_config(directory / "my_model.toml", SMALL), jax.devices()[:2], 257).notes == ()
 
 
 def _run(directory: Path, command: str, *overrides: str) -> subprocess.CompletedProcess[str]:

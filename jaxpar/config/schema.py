@@ -277,6 +277,13 @@ class PrecisionConfig(Section):
     scale_max: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 16777216.0
     """Largest value of a dynamic loss scale."""
 
+    @property
+    def scaling(self) -> Literal["none", "fixed", "dynamic"]:
+        """How the loss is scaled."""
+        if isinstance(self.loss_scale, float):
+            return "fixed"
+        return "dynamic" if self.loss_scale == "dynamic" or self.compute == "float16" else "none"
+
 
 class OffloadConfig(Section):
     """What lives in the host's memory instead of the device's, and comes to the device a layer at a time."""

@@ -232,7 +232,9 @@ def _stacked_columns(*kernels_DF: jax.Array) -> jax.Array:
 
 
 def _biased(x: jax.Array, bias: jax.Array) -> jax.Array:
-    return x + bias.astype(x.dtype).reshape(*(1,) * (x.ndim - bias.ndim), *bias.shape)
+    """x + bias, added in float32, so that the bias's gradient is a sum in float32."""
+    bias32 = bias.astype(jnp.float32).reshape(*(1,) * (x.ndim - bias.ndim), *bias.shape)
+    return (x.astype(jnp.float32) + bias32).astype(x.dtype)
 
 
 def _residual_std(config: TransformerConfig) -> float:

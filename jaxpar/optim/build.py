@@ -11,13 +11,12 @@ from jaxpar.config.optimizers import SGD, SM3, Adafactor, AdamW, AdamW8bit, Lion
 from jaxpar.config.schema import ConstantSchedule, ScheduleConfig
 from jaxpar.optim.adafactor import adafactor, relative_step
 from jaxpar.optim.adam import adamw, adamw8bit
-from jaxpar.optim.matrices import matrix_view
 from jaxpar.optim.momentum import lion, sgd
 from jaxpar.optim.muon import muon
-from jaxpar.optim.per_layer import AT_ONCE, MapUpdates, Optimizer, is_stacked, per_layer
+from jaxpar.optim.per_layer import AT_ONCE, MapUpdates, Optimizer, per_layer
 from jaxpar.optim.rule import Context, Rounding, Rule, StoredRule, averaged, scaled, stored, with_weight_decay
 from jaxpar.optim.sm3 import sm3
-from jaxpar.parallel.rules import LogicalAxes
+from jaxpar.parallel.rules import LogicalAxes, is_stacked, is_vector, of_one_layer
 
 __all__ = ["RULES", "check_optimizer", "decays", "learning_rates", "make_optimizer"]
 
@@ -87,8 +86,7 @@ def check_optimizer(config: OptimizerConfig, schedule: ScheduleConfig, axes: Map
 
 def decays(path: str, axes: LogicalAxes, no_decay: Sequence[str]) -> bool:
     """Whether the weights decay: matrices do, unless a pattern of `no_decay` matches their path."""
-    is_matrix = matrix_view(path, _of_one_layer(axes)) is not None
-    return is_matrix and not any(fnmatchcase(path, pattern) for pattern in no_decay)
+    return not is_vector(path, axes) and not any(fnmatchcase(path, pattern) for pattern in no_decay)
 
 
 @singledispatch
@@ -119,7 +117,7 @@ def _check_parameters(config: OptimizerConfig, axes: Mapping[str, LogicalAxes]) 
 def _rule(
     config: OptimizerConfig, path: str, axes: LogicalAxes, master_weights: bool, rounding: Rounding
 ) -> StoredRule:
-    rule = RULES[type(config)](config, path, _of_one_layer(axes))
+    rule = RULES[type(config)](config, path, of_one_layer(axes))
     rule = with_weight_decay(rule, config.weight_decay if decays(path, axes, config.no_decay) else 0.0)
     rule = _with_layer_decay(rule, config.layer_decay, axes)
     return stored(rule, master_weights=master_weights, rounding=rounding)
@@ -139,7 +137,3 @@ def _with_layer_decay(rule: Rule, layer_decay: float, axes: LogicalAxes) -> Rule
     if is_stacked(axes):
         return scaled(rule, of_layer)
     return scaled(rule, of_table) if axes[0] in ("vocab", "positions") else rule
-
-
-def _of_one_layer(axes: LogicalAxes) -> LogicalAxes:
-    return tuple(axes[1:] if is_stacked(axes) else axes)

@@ -14,8 +14,7 @@ from typing import Any
 import jax
 
 from jaxpar.optim.matrices import MatrixView, matrix_view
-from jaxpar.optim.per_layer import is_stacked
-from jaxpar.parallel.rules import LogicalAxes
+from jaxpar.parallel.rules import LogicalAxes, is_stacked, of_one_layer
 
 __all__ = ["role_axes", "state_axes"]
 
@@ -60,7 +59,7 @@ def role_axes(role: str, path: str, axes: LogicalAxes) -> LogicalAxes:
     """
     if role in _LIKE_PARAMETER:
         return axes
-    stack, layer_axes = (axes[:1], axes[1:]) if is_stacked(axes) else ((), axes)
-    view = matrix_view(path, layer_axes)
+    view = matrix_view(path, of_one_layer(axes))
     assert view is not None, f"{path}: a vector has no {role}"
+    stack = axes[:1] if is_stacked(axes) else ()
     return (*stack, *_OF_MATRIX[role](view))

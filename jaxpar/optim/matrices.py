@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxpar.parallel.rules import LogicalAxes
+from jaxpar.parallel.rules import LogicalAxes, is_vector
 
 __all__ = ["MatrixView", "from_matrix", "matrix_shape", "matrix_view", "to_matrix"]
 
@@ -26,12 +26,12 @@ class MatrixView(NamedTuple):
 def matrix_view(path: str, axes: LogicalAxes) -> MatrixView | None:
     """`embed` on one side and the other dims on the other; without `embed`, the first dim and the others.
 
-    None for vectors: parameters of one dim, and biases, whose dims are those of the vector that they are added to.
+    None for vectors.
 
     >>> matrix_view("attention/output", ("heads", "head_dim", "embed"))
     MatrixView(row_dims=(0, 1), column_dims=(2,), row_axis='heads', column_axis='embed')
     """
-    if len(axes) < 2 or path.rsplit("/", 1)[-1].endswith("bias"):
+    if is_vector(path, axes):
         return None
     alone = axes.index("embed") if "embed" in axes else 0
     others = tuple(dim for dim in range(len(axes)) if dim != alone)

@@ -11,9 +11,9 @@ import optax
 
 from jaxpar.optim.rounding import random_key
 from jaxpar.optim.rule import Arrays, Context, StoredRule
-from jaxpar.parallel.rules import LogicalAxes
+from jaxpar.parallel.rules import LogicalAxes, is_stacked
 
-__all__ = ["AT_ONCE", "MapUpdates", "Optimizer", "is_stacked", "per_layer"]
+__all__ = ["AT_ONCE", "MapUpdates", "Optimizer", "per_layer"]
 
 Params = Any
 State = dict[str, Any]
@@ -54,11 +54,6 @@ AT_ONCE = MapUpdates(
     others=lambda update, shared, *groups: update(shared, None, *groups),
 )
 """All layers in one batched computation, then everything else."""
-
-
-def is_stacked(axes: LogicalAxes) -> bool:
-    """Whether a parameter has a layer for each entry of its first dim."""
-    return bool(axes) and axes[0] == "layers"
 
 
 def per_layer(

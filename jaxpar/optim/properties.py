@@ -12,9 +12,8 @@ from jaxpar.config.optimizers import SGD, SM3, Adafactor, AdamW, AdamW8bit, Lion
 from jaxpar.optim.adafactor import factored_view
 from jaxpar.optim.matrices import matrix_shape, matrix_view
 from jaxpar.optim.muon import is_hidden_matrix
-from jaxpar.optim.per_layer import is_stacked
 from jaxpar.optim.quantization import num_blocks
-from jaxpar.parallel.rules import LogicalAxes
+from jaxpar.parallel.rules import LogicalAxes, is_stacked, of_one_layer
 
 __all__ = ["PROPERTIES", "Properties", "StateArray", "state_arrays", "state_bytes"]
 
@@ -58,8 +57,8 @@ def state_arrays(
     config: OptimizerConfig, path: str, axes: LogicalAxes, shape: Shape, *, master_weights: bool = False
 ) -> Kept:
     """A parameter's state by role; `master_weights` says that it has 16 bits and a float32 copy in the state."""
-    stack, layer_axes, layer_shape = (shape[:1], axes[1:], shape[1:]) if is_stacked(axes) else ((), axes, shape)
-    kept = PROPERTIES[type(config)].arrays(config, path, layer_axes, layer_shape)
+    stack, layer_shape = (shape[:1], shape[1:]) if is_stacked(axes) else ((), shape)
+    kept = PROPERTIES[type(config)].arrays(config, path, of_one_layer(axes), layer_shape)
     master = {"master": StateArray(layer_shape)} if master_weights else {}
     return {role: StateArray((*stack, *array.shape), array.itemsize) for role, array in (kept | master).items()}
 

@@ -112,7 +112,8 @@ def stored(rule: Rule, *, master_weights: bool, rounding: Rounding) -> StoredRul
 def averaged(rule: StoredRule, decay: float) -> StoredRule:
     """The rule with a float32 average of the parameter in its state: average ← decay · average + (1 − decay) · new.
 
-    The average starts at the first parameter. A decay of 0 keeps none.
+    Averaged is the master weight where there is one. The average starts at the first parameter. A decay of 0 keeps
+    none.
     """
 
     def init(parameter: jax.Array) -> Arrays:
@@ -121,7 +122,8 @@ def averaged(rule: StoredRule, decay: float) -> StoredRule:
     def apply(gradient: jax.Array, arrays: Arrays, parameter: jax.Array, context: Context) -> tuple[jax.Array, Arrays]:
         rest = {role: array for role, array in arrays.items() if role != "average"}
         parameter, rest = rule.apply(gradient, rest, parameter, context)
-        average = decay * arrays["average"] + (1 - decay) * parameter.astype(jnp.float32)
+        weights = rest["master"] if "master" in rest else parameter.astype(jnp.float32)
+        average = decay * arrays["average"] + (1 - decay) * weights
         return parameter, rest | {"average": average}
 
     return StoredRule(init, apply) if decay else rule

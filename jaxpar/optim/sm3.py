@@ -12,7 +12,8 @@ __all__ = ["sm3"]
 
 
 def sm3(config: SM3, path: str, axes: LogicalAxes) -> Rule:
-    """The step rate · g/√ν with 0/0 = 0, where the sets r that cover an element are its row and its column.
+    """The step rate · g/√ν with 0/0 = 0, where the sets r that cover an element are its row and its column: the cover
+    by dims (section 4 of the paper) of the parameter as a matrix, `jaxpar.optim.matrices.matrix_view`.
 
     SM3-I: μ(r) ← μ(r) + max over r of g²; ν = min over the element's sets of μ(r).
     SM3-II: ν = min over the element's sets of μ(r) + g²; μ(r) ← max over r of ν.

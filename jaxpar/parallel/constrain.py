@@ -25,6 +25,8 @@ __all__ = [
     "current_execution",
     "manual_batch_axes",
     "num_shards",
+    "record_call",
+    "recorded_calls",
     "reduction_format",
 ]
 
@@ -71,6 +73,27 @@ _current: ContextVar[Execution] = ContextVar("execution", default=Execution())  
 def current_execution() -> Execution:
     """The execution that is active; outside of any, one device and no mesh."""
     return _current.get()
+
+
+_calls: ContextVar[set[str] | None] = ContextVar("calls", default=None)
+
+
+@contextlib.contextmanager
+def recorded_calls() -> Iterator[set[str]]:
+    """The names of the functions, among those that follow the plan, that a model calls when it is traced inside."""
+    calls: set[str] = set()
+    token = _calls.set(calls)
+    try:
+        yield calls
+    finally:
+        _calls.reset(token)
+
+
+def record_call(name: str) -> None:
+    """Says that a function which follows the plan is traced."""
+    calls = _calls.get()
+    if calls is not None:
+        calls.add(name)
 
 
 def num_shards(axis: str) -> int:

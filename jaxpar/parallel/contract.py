@@ -17,6 +17,7 @@ from jaxpar.parallel.constrain import (
     constrain_gradient,
     constrain_stored,
     current_execution,
+    record_call,
     reduction_format,
 )
 from jaxpar.parallel.float8 import FORWARD, GRADIENT, Operand, read, read_together, rescaled
@@ -52,6 +53,7 @@ def contract(
     >>> contract("bd,df->bf", x, [w], [("embed", "mlp")]).shape
     (2, 4)
     """
+    record_call("contract")
     return _contract(_Contraction(equation, tuple(tuple(a) for a in axes), fuse, result), x, tuple(kernels))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.constrain import current_execution
+from jaxpar.parallel.constrain import current_execution, record_call
 from jaxpar.parallel.offload import fetched, is_streamed
 
 __all__ = ["REMAT_POLICIES", "scan_layers"]
@@ -46,6 +46,7 @@ def scan_layers(
       period: layers in one turn of the pattern; `slot` (0 <= slot < period) is the static position in it, so that
         layers may differ in what must be known when compiling, such as the window of their attention.
     """
+    record_call("scan_layers")
     execution = current_execution()
     stacks, tree = jax.tree.flatten(stacked, is_leaf=is_streamed)
     sliced = [stack.proxy if is_streamed(stack) else stack for stack in stacks]

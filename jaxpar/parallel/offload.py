@@ -90,6 +90,15 @@ class Streamed:
         """The stack whose slices are cast once they are on the device."""
         return replace(self, dtype=jnp.dtype(dtype))
 
+    def __getitem__(self, _: Any = None) -> Any:
+        raise ValueError(
+            f"a parameter {self.host.shape} is stacked over layers and read outside of scan_layers, but with "
+            'offload.parameters="host" only scan_layers brings it to the device; set offload.parameters="none", or '
+            'give the parameter another first logical axis than "layers"'
+        )
+
+    __jax_array__ = __getitem__
+
 
 def is_streamed(leaf: Any) -> bool:
     """Whether a leaf of a pytree of parameters is `Streamed`."""

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.constrain import current_execution
 from jaxpar.parallel.manual import device_by_device, reduced, spec_of
-from jaxpar.parallel.rules import LogicalAxes, Table
+from jaxpar.parallel.rules import LogicalAxes, Table, is_vector
 
 __all__ = ["on_own_batch", "summed_over_devices"]
 
@@ -73,7 +73,7 @@ def summed_over_devices(
     in_specs, out_specs = (
         {path: spec_of(execution, path, whole[path], names[path], table) for path in stacked} for table in (own, result)
     )
-    formats = {path: dtype if sum(name != "layers" for name in names[path]) >= 2 else "float32" for path in stacked}
+    formats = {path: "float32" if is_vector(path, names[path]) else dtype for path in stacked}
 
     def local(stacked: dict[str, jax.Array]) -> dict[str, jax.Array]:
         gradients = {path: gradient[0].astype(formats[path]) for path, gradient in stacked.items()}

@@ -12,10 +12,40 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.multiples import nearest_multiples
 
-__all__ = ["LogicalAxes", "Resolved", "ShardingRules", "Table", "resolve", "resolve_where_it_divides"]
+__all__ = [
+    "LogicalAxes",
+    "Resolved",
+    "ShardingRules",
+    "Table",
+    "is_stacked",
+    "is_vector",
+    "of_one_layer",
+    "resolve",
+    "resolve_where_it_divides",
+]
 
 LogicalAxes = tuple[str | None, ...]
 Table = Mapping[str, tuple[str, ...]]
+
+
+def is_stacked(axes: LogicalAxes) -> bool:
+    """Whether a parameter has a layer for each entry of its first dim."""
+    return bool(axes) and axes[0] == "layers"
+
+
+def of_one_layer(axes: LogicalAxes) -> LogicalAxes:
+    """The logical axes of one layer's part of a parameter."""
+    return tuple(axes[1:] if is_stacked(axes) else axes)
+
+
+def is_vector(path: str, axes: LogicalAxes) -> bool:
+    """Whether a parameter is a vector in each layer: it has one dim, or is a bias, whose dims are those of the vector
+    that it is added to. All others are matrices.
+
+    >>> is_vector("attention/query_bias", ("layers", "heads", "head_dim")), is_vector("mlp/up", ("embed", "mlp"))
+    (True, False)
+    """
+    return len(of_one_layer(axes)) < 2 or path.rsplit("/", 1)[-1].endswith("bias")
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,20 @@ def test_moments_are_rounded_at_random_by_default() -> None:
     assert AdamW(moments="bfloat16").moment_rounding == "stochastic"
 
 
+def test_the_moving_average_is_of_the_master_weights() -> None:
+    """Which move by steps that bfloat16 parameters lose."""
+    form = {"seed": 0, "master_weights": True, "average_decay": 0.5}
+    optimizer = make_optimizer(SGD(momentum=0.0, weight_decay=0.0), lambda count: 2.0**-10, AXES, **form)
+    params = {path: jnp.ones(4, jnp.bfloat16) for path in AXES}
+    state = optimizer.init(params)
+    for _ in range(2):
+        params, state = optimizer.apply(jax.tree.map(jnp.ones_like, params), state, params)
+    for path in AXES:
+        assert (params[path] == 1.0).all()
+        # Masters 1, 1 - u, 1 - 2u, halved twice and once.
+        assert (state["arrays"][path]["average"] == 1.0 - 1.25 * 2.0**-10).all()
+
+
 @pytest.mark.parametrize(
     ("master_weights", "rounding", "expected"),
     [(False, "nearest", 1.0), (False, "stochastic", 1.1), (True, "nearest", 1.1), (True, "stochastic", 1.1)],

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.constrain import Execution
 from jaxpar.parallel.layers import REMAT_POLICIES, scan_layers
+from jaxpar.parallel.offload import Streamed
 
 NUM_LAYERS, D = 4, 8
 
@@ -24,6 +26,19 @@ def _inputs() -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     stacked = {"w": random.normal(size=(NUM_LAYERS, D, D)), "b": random.normal(size=(NUM_LAYERS, D))}
     x, extras = random.normal(size=(3, D)), random.normal(size=(3, D))
     return jax.tree.map(np.float32, (stacked, x, extras))
+
+
+def test_a_stack_on_the_host_is_read_by_scan_layers_alone() -> None:
+    stack = Streamed(jnp.ones((NUM_LAYERS, D, D)), None, jnp.float32, PartitionSpec())
+    message = (
+        r"^a parameter \(4, 8, 8\) is stacked over layers and read outside of scan_layers, but with offload\.parameters"
+        r'="host" only scan_layers brings it to the device; set offload\.parameters="none", or give the parameter '
+        r'another first logical axis than "layers"'
+    )
+    with pytest.raises(ValueError, match=message):
+        stack[...]
+    with pytest.raises(ValueError, match=message):
+        jnp.sum(stack)
 
 
 @cache

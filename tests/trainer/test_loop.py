@@ -359,12 +359,12 @@ class Ending:
 
 ENDINGS = {
     "at the smallest scale": Ending(
-        {"precision": FLOAT16}, {2, 3, 4}, ", loss scale 16",
+        {"precision": FLOAT16, "train": {"max_skipped": 2}}, {2, 3, 4}, ", loss scale 16",
         "nor was one of the last train.max_skipped=2 steps at the smallest loss scale; there is no checkpoint",
         {"skipped", "loss_scale"},
     ),
     "skipping": Ending(
-        {"train": {"on_nonfinite": "skip"}}, {2, 4, 5}, "",
+        {"train": {"on_nonfinite": "skip", "max_skipped": 2}}, {2, 4, 5}, "",
         "nor was one of the last train.max_skipped=2 steps; the newest checkpoint is of step 4", {"skipped"},
     ),
     "halting": Ending(
@@ -376,7 +376,7 @@ ENDINGS = {
 
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
 def test_steps_that_are_not_finite_end_a_run_at_last(config_of: Callable[..., Config], ending: Ending) -> None:
-    train = {"num_steps": NUM_STEPS, "batch_size": 4, "max_skipped": 2} | ending.sections.get("train", {})
+    train = {"num_steps": NUM_STEPS, "batch_size": 4} | ending.sections.get("train", {})
     logging = {"every_steps": 1, "progress": "off"}
     config = config_of(**(ending.sections | {"train": train, "logging": logging, "evaluation": {"every_steps": 0}}))
     screen, last = Screen(), max(ending.steps)

@@ -13,6 +13,7 @@ from jaxpar.parallel.attention.pallas_gpu import pallas_gpu_attention
 from jaxpar.parallel.attention.reference import reference_attention
 from jaxpar.parallel.attention.sharding import by_batch_and_heads
 from jaxpar.parallel.attention.splash import splash_attention
+from jaxpar.parallel.constrain import record_call
 
 __all__ = ["BLOCKWISE_MIN_TOKENS", "IMPLEMENTATIONS", "attention", "choose"]
 
@@ -52,6 +53,7 @@ def attention(
     >>> attention(q, kv, kv, **form, implementation="blockwise", block=2).shape
     (1, 4, 2, 3, 8)
     """
+    record_call("attention")
     for name, value in (("window", window), ("softcap", softcap), ("block", block)):
         if value is not None and value <= 0:
             raise ValueError(
