@@ -69,6 +69,10 @@ def _inspect(config: Config, flags: Collection[str]) -> int:
         console.print(_traffic_table(plan, compiled))
         if _BUCKETS in flags:
             console.print(_bucket_table(plan, compiled))
+            if plan.mesh.devices.flat[0].platform == "cpu":
+                console.print(
+                    "XLA's own combining on CPU cannot be switched off and is in both columns", highlight=False
+                )
     return 0
 
 

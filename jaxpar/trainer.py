@@ -168,7 +168,8 @@ class Trainer:
         """The state at the end, and whether `stop` ended the run early; either way the state is saved.
 
         Raises:
-          FloatingPointError: the loss or the gradient is not finite, so that the parameters are lost.
+          FloatingPointError: the loss or a gradient is not finite, so that the parameters are lost; or so many steps in
+            a row were skipped for that (`train.max_skipped`) that the run cannot go on.
         """
         config = self.plan.config
         num_steps, number = config.train.num_steps, self.start.step
@@ -280,15 +281,18 @@ class Trainer:
             f"step {step}: {self._what_failed(failed)} is not finite (loss {values['loss']:g}, norm of the gradient "
             f"{values['grad_norm']:g}{_scale_of(values)})"
         )
+        precision = self.plan.config.precision
         if "skipped" in values:
-            at = " at the smallest loss scale" if "loss_scale" in values else ""
-            what += f", nor was one of the last train.max_skipped={self.plan.config.train.max_skipped} steps{at}"
+            at = {"none": "", "fixed": " at this fixed loss scale", "dynamic": " at the smallest loss scale"}
+            skipped = f"train.max_skipped={self.plan.config.train.max_skipped} steps{at[precision.scaling]}"
+            what += f", nor was one of the last {skipped}"
         else:
             what += ", so the parameters are lost and not saved"
-        return (
-            f"{what}; {newest}. A lower optimizer.learning_rate, more schedule.warmup_steps or "
-            "precision.compute=float32 may help, in another run.dir"
-        )
+        remedies = ["a lower optimizer.learning_rate", "more schedule.warmup_steps"]
+        remedies += ["precision.loss_scale=dynamic"] * (precision.scaling == "fixed")
+        remedies += ["precision.compute=float32"] * (precision.compute != "float32")
+        last = f" or {remedies.pop()} may help, in another run.dir"
+        return f"{what}; {newest}. {', '.join(remedies).capitalize()}{last}"
 
     def _evaluate(self, step: int, state: TrainState, progress: Progress, stop: Callable[[], bool]) -> bool:
         """Evaluates, shows and writes; False if `stop` came first."""
