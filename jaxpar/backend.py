@@ -11,7 +11,7 @@ import jax
 from jaxpar.compiler_flags import VARIABLES, compiler_flags, expected_platform
 from jaxpar.config.schema import ParallelConfig, RuntimeConfig
 
-__all__ = ["has_float8_products", "matrix_product_forms", "prepare"]
+__all__ = ["has_float8_products", "matrix_product_forms", "prepare", "prepare_host"]
 
 
 def prepare(parallel: ParallelConfig, runtime: RuntimeConfig) -> list[str]:
@@ -50,6 +50,11 @@ def prepare(parallel: ParallelConfig, runtime: RuntimeConfig) -> list[str]:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
         lines.append(f"compiled programs are kept in {runtime.compilation_cache}")
     return lines
+
+
+def prepare_host() -> None:
+    """For commands that only read files: JAX leaves accelerators alone, which a run may be using."""
+    jax.config.update("jax_platforms", "cpu")
 
 
 def matrix_product_forms(platform: str, compute_dtype: str) -> dict[str, bool]:

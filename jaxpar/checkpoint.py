@@ -1,66 +1,234 @@
-"""The directory of a run, and the checkpoints in it.
+"""Saves the state with Orbax, asynchronously, every array in parts, whole or not at all; and restores it.
 
-Orbax saves and restores the state; a restored array goes straight to where the plan wants it. Saving goes on while
-training does, although the next step donates the arrays: on accelerators Orbax copies them to the host first, and on
-CPU, where it holds views of them, XLA leaves an array that has a view alone and writes the step's result elsewhere.
+A restored array goes straight to where the plan wants it, part by part, whatever mesh it was saved from. Saving goes on
+while training does, although the next step donates the arrays: on accelerators Orbax copies them to the host first, and
+on CPU, where it holds views of them, XLA leaves an array that has a view alone and writes the step's result elsewhere.
+
+A save that fails is reported and tried again at the next; the one that a run ends with must succeed.
 """
 
 import contextlib
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
-from pathlib import Path
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self
 
+import jax
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar.locks import lock_file
+from jaxpar.agreement import agreed, failures
+from jaxpar.checkpoint_store import (
+    ArrayNotes,
+    CheckpointStore,
+    DamagedCheckpointError,
+    Notes,
+    Retention,
+    brief,
+)
+from jaxpar.digest import digest_arrays
+from jaxpar.restore import read_arrays
 from jaxpar.state import TrainState
 
-__all__ = ["Checkpoints", "run_directory", "write_whole"]
+__all__ = ["Checkpoints", "SaveFailedError", "SaveTimeoutError", "open_checkpoints"]
+
+Record = Callable[..., None]
+"""`record(event, **details)`, as of `jaxpar.events.Events`."""
+
+
+class SaveFailedError(Exception):
+    """The state could not be saved, and the run cannot go on or end without that."""
+
+
+class SaveTimeoutError(SaveFailedError):
+    """A save does not end; the threads that are at it cannot be stopped."""
+
+
+@dataclass
+class _Save:
+    """A save on its way: what went wrong, once it has ended."""
+
+    step: int
+    thread: threading.Thread | None = None
+    error: str = ""
+    timed_out: bool = False
+
+
+@contextlib.contextmanager
+def open_checkpoints(
+    directory: str, retention: Retention, *, timeout_seconds: float, record: Record | None = None
+) -> Iterator["Checkpoints"]:
+    """The checkpoints in a directory or behind a URL, without what killed saves left there.
+
+    Raises:
+      ValueError: the directory cannot be made or read.
+    """
+    store = CheckpointStore(directory)
+    error = None
+    if jax.process_index() == 0:
+        try:
+            store.directory.mkdir(parents=True, exist_ok=True)
+            for name in store.remove_leftovers():
+                (record or _nowhere)("cleaned up", directory=str(store), name=name)
+        except Exception as caught:
+            error = f"checkpoint.directory={str(store)!r} cannot be used: {brief(caught)}; name another directory"
+    if failed := failures(error):
+        raise ValueError(failed[0])
+    with Checkpoints(store, retention, timeout_seconds=timeout_seconds, record=record) as checkpoints:
+        yield checkpoints
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `directory`/<step>; the newest `keep` stay."""
+    """The checkpoints of one run. Every process of the run must make the same calls, from one thread."""
 
-    def __init__(self, directory: Path, *, keep: int):
-        self._checkpointer = ocp.training.Checkpointer(
-            directory.absolute(),
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-            cleanup_tmp_directories=True,
-        )
-        newest = self._checkpointer.latest
-        self._newest_step = None if newest is None else newest.step
+    def __init__(
+        self, store: CheckpointStore, retention: Retention, *, timeout_seconds: float, record: Record | None = None
+    ) -> None:
+        self.store = store
+        self._retention, self._timeout_seconds = retention, timeout_seconds
+        self._record = record or _nowhere
+        self._is_writer = jax.process_index() == 0
+        self._losses: dict[int, float | None] = {}
+        self._messages: list[str] = []
+        self._last: _Save | None = None
+
+    def steps(self) -> list[int]:
+        """Steps that have a directory, complete or not, the newest first."""
+        return agreed(self.store.steps()[::-1] if self._is_writer else [])
+
+    def notes(self, step: int) -> Notes:
+        """What was saved with the state.
+
+        Raises:
+          DamagedCheckpointError: they cannot be read.
+        """
+        found: dict[str, Any] = {}
+        if self._is_writer:
+            try:
+                found = {"notes": self.store.notes(step).to_json()}
+            except DamagedCheckpointError as error:
+                found = {"error": str(error)}
+        found = agreed(found)
+        if "error" in found:
+            raise DamagedCheckpointError(found["error"])
+        return Notes.from_json(found["notes"])
+
+    def goes_on_from(self, step: int) -> None:
+        """Says that the run continues at a checkpoint: newer ones do not count any more."""
+        self._losses = {}
+        for earlier in self.store.steps() if self._is_writer else ():
+            if earlier <= step:
+                with contextlib.suppress(DamagedCheckpointError):
+                    self._losses[earlier] = self.store.notes(earlier).loss
 
     @property
     def newest_step(self) -> int | None:
-        """The step of the newest checkpoint, which may still be on its way to the disk."""
-        return self._newest_step
+        """The step of the newest checkpoint that was saved or gone on from, as far as this process knows."""
+        return max(self._losses, default=None)
 
-    def save(self, step: int, state: TrainState, notes: Mapping[str, str]) -> None:
-        """Starts to save the state after `step` updates, and notes about it; waits for an earlier save to end."""
-        if step == self._newest_step:
+    def save(self, state: TrainState, notes: Notes, extents: Mapping[str, tuple[int, ...]]) -> None:
+        """Starts to save the state; `notes` get its arrays' digests. Waits for an earlier save to end.
+
+        A failure is kept for `messages` and `finish`.
+
+        Raises:
+          SaveTimeoutError: an earlier save does not end.
+        """
+        self.wait()
+        arrays = state.by_path()
+        digests = digest_arrays(arrays, extents)
+        noted = {
+            path: ArrayNotes(array.shape, str(array.dtype), extents[path], digests[path].content, digests[path].padding)
+            for path, array in arrays.items()
+        }
+        saved_at = datetime.now(UTC).isoformat(timespec="seconds")
+        notes = replace(notes, arrays=noted, saved_at=saved_at)
+        self._record("save", step=notes.step, directory=str(self.store))
+        save = self._last = _Save(notes.step)
+        try:
+            with self._context():
+                response = ocp.save_checkpointables_async(
+                    self.store.path(notes.step),
+                    {"state": state.parts()},
+                    overwrite=True,
+                    custom_metadata=notes.to_json(),
+                )
+        except Exception as error:
+            self._failed(save, brief(error))
             return
-        self._checkpointer.wait()
-        self._checkpointer.save_checkpointables_async(
-            step, {"state": _as_dict(state)}, force=True, custom_metadata=dict(notes)
-        )
-        self._newest_step = step
+        save.thread = threading.Thread(target=self._watch, args=(save, response, notes), name="save", daemon=True)
+        save.thread.start()
 
-    def notes(self, step: int) -> dict[str, str]:
-        """The notes that were saved with the state."""
-        return dict(self._checkpointer.checkpointables_metadata(step).custom_metadata or {})
+    def restore(self, notes: Notes, abstract: TrainState, extents: Mapping[str, tuple[int, ...]]) -> TrainState:
+        """The saved state with the shapes and shardings of `abstract`, whose digests are those that were saved.
 
-    def restore(self, step: int, abstract: TrainState) -> TrainState:
-        """The state saved after `step` updates, with the shapes, formats and shardings of `abstract`."""
-        loaded = self._checkpointer.load_checkpointables(step, {"state": _as_dict(abstract)})
-        return TrainState(**loaded["state"])
+        Where the vocabulary is padded otherwise than it was, rows are cut off or zeros added.
+
+        Raises:
+          DamagedCheckpointError: it cannot be read in one of the processes, or is not what was saved.
+          ValueError: it holds another state than `abstract`.
+        """
+        _check_structure(notes, abstract.by_path(), extents)
+        arrays, error = {}, None
+        try:
+            arrays = read_arrays(self.store, notes.step, abstract.by_path())
+        except DamagedCheckpointError as caught:
+            error = str(caught)
+        if failed := failures(error):
+            raise DamagedCheckpointError("; ".join(failed))
+        state = abstract.with_arrays(arrays)
+        found = digest_arrays(state.by_path(), extents)
+        changed = [
+            path
+            for path, digest in found.items()
+            if digest.content != notes.arrays[path].content
+            or (
+                digest.padding != notes.arrays[path].padding and state.by_path()[path].shape == notes.arrays[path].shape
+            )
+        ]
+        if changed:
+            raise DamagedCheckpointError(f"arrays are not what was saved: {', '.join(sorted(changed))}")
+        if int(state.step) != notes.step:
+            raise DamagedCheckpointError(f"its state is of step {int(state.step)}")
+        self._record("restore", step=notes.step, directory=str(self.store))
+        return state
+
+    def messages(self) -> list[str]:
+        """What there is to tell of saves since the last call."""
+        told, self._messages = self._messages, []
+        return told
+
+    def wait(self) -> None:
+        """Waits until the save that is on its way has ended, well or not.
+
+        Raises:
+          SaveTimeoutError: it does not end.
+        """
+        if self._last is not None and self._last.thread is not None:
+            self._last.thread.join()
+            if self._last.timed_out:
+                raise SaveTimeoutError(
+                    f"saving step {self._last.step} to {self.store} has not ended in checkpoint.timeout_seconds="
+                    f"{self._timeout_seconds:g}: storage or another process does not answer"
+                )
+
+    def finish(self) -> None:
+        """Waits until the last save has ended.
+
+        Raises:
+          SaveFailedError: it failed.
+        """
+        self.wait()
+        error = self._last.error if self._last is not None else ""
+        if failed := failures(error):
+            assert self._last is not None
+            raise SaveFailedError(f"the state of step {self._last.step} could not be saved: {failed[0]}")
 
     def close(self) -> None:
-        """Waits until everything is on disk."""
-        self._checkpointer.wait()
-        self._checkpointer.close()
+        """Waits until everything is on disk; a failure stays for `messages`."""
+        with contextlib.suppress(SaveTimeoutError):
+            self.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -70,44 +238,68 @@ class Checkpoints:
     ) -> None:
         self.close()
 
+    def _context(self) -> ocp.Context:
+        context = ocp.Context()
+        # Otherwise a directory that cannot be made is waited for, for minutes, instead of being an error.
+        context.asynchronous.create_directories_asynchronously = False
+        # Restored arrays go where the plan of the day wants them.
+        context.array.saving.enable_write_sharding_file = False
+        return context
 
-@contextlib.contextmanager
-def run_directory(path: str, *, is_writer: bool) -> Iterator[Path]:
-    """The directory of a run, made if it is not there; nobody else may write into it meanwhile.
+    def _watch(self, save: _Save, response: Any, notes: Notes) -> None:
+        """In a thread of its own: waits for the save, then removes what need not be kept."""
+        try:
+            response.result(timeout=self._timeout_seconds)
+        except TimeoutError:
+            save.timed_out = True
+            self._failed(save, f"it has not ended in checkpoint.timeout_seconds={self._timeout_seconds:g}")
+            return
+        except Exception as error:
+            self._failed(save, brief(error))
+            return
+        self._losses[save.step] = notes.loss
+        if not self._is_writer:
+            return
+        try:
+            self._record("saved", step=save.step, directory=str(self.store))
+            removed = [step for step in self.store.steps() if step not in self._retention.kept(self._losses)]
+            for step in removed:
+                self._losses.pop(step, None)
+                self.store.remove(step)
+        except Exception as error:
+            self._messages.append(f"warning: older checkpoints in {self.store} are left: {brief(error)}")
 
-    Of a run's processes one is the writer, and holds the lock. Where the file system has no locks, nothing is locked.
-
-    Raises:
-      ValueError: it cannot be written, or another run writes into it.
-    """
-    directory = Path(path).expanduser()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / ".lock").open("a") if is_writer else None
-    except OSError as error:
-        reason = "there is a file of this name" if directory.is_file() else error.strerror
-        raise ValueError(f"run.dir={path!r} cannot be written: {reason}; name another directory") from error
-    with lock or contextlib.nullcontext():
-        if lock is not None:
-            try:
-                lock_file(lock, wait=False)
-            except BlockingIOError:
-                raise ValueError(
-                    f"run.dir={path!r} is in use by another process; wait for its end, or name another directory"
-                ) from None
-        yield directory
+    def _failed(self, save: _Save, reason: str) -> None:
+        save.error = f"{reason} ({self.store})"
+        newest = (
+            f"; the newest checkpoint is of step {self.newest_step}" if self._losses else "; there is no checkpoint"
+        )
+        self._messages.append(f"WARNING: step {save.step} is not saved: {save.error}{newest}")
+        if self._is_writer:
+            with contextlib.suppress(Exception):  # the disk may be full, which is what is being told
+                self._record("save failed", step=save.step, directory=str(self.store), text=reason)
+            if not save.timed_out:
+                with contextlib.suppress(Exception):
+                    self.store.remove_leftovers()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is never seen in part."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def _check_structure(notes: Notes, abstract: Mapping[str, Any], extents: Mapping[str, tuple[int, ...]]) -> None:
+    saved = {path: (array.extent, array.dtype) for path, array in notes.arrays.items()}
+    asked = {path: (extents[path], str(leaf.dtype)) for path, leaf in abstract.items()}
+    if saved == asked:
+        return
+    lines = [f"  {path}: saved {_shown(saved.get(path))}, now {_shown(asked.get(path))}"
+             for path in sorted({*saved, *asked}) if saved.get(path) != asked.get(path)]  # fmt: skip
+    more = [f"  and {len(lines) - 8} more"] if len(lines) > 8 else []
+    raise ValueError(
+        f"the checkpoint of step {notes.step} holds another state than this configuration and version of the model "
+        "make:\n" + "\n".join([*lines[:8], *more]) + "\ngo back to what it was saved with, or choose another run.dir"
+    )
 
 
-def _as_dict(state: TrainState) -> dict[str, Any]:
-    parts = {field.name: getattr(state, field.name) for field in fields(state)}
-    return {name: part for name, part in parts.items() if part is not None}
+def _shown(array: tuple[tuple[int, ...], str] | None) -> str:
+    return "none" if array is None else f"{array[1]}{list(array[0])}"
+
+
+def _nowhere(event: str, **details: Any) -> None:
+    """Records nothing."""

@@ -24,7 +24,14 @@ from jaxpar.parallel.layers import REMAT_POLICIES
 from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
 from jaxpar.parallel.offload import host_sharding, in_host_memory, readable
 from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, Table, is_stacked, is_vector, resolve
-from jaxpar.requirements import check_calls, check_idle_keys, check_layout, check_offload, check_precision
+from jaxpar.requirements import (
+    check_calls,
+    check_checkpoints,
+    check_idle_keys,
+    check_layout,
+    check_offload,
+    check_precision,
+)
 
 VOCAB_MULTIPLE = 128
 """What the vocabulary is padded to, unless the model says otherwise: one number, so that meshes pad alike."""
@@ -192,6 +199,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     check_layout(config, sizes)
     check_precision(config)
     check_idle_keys(config)
+    check_checkpoints(config)
     vocab_size, note = _vocabulary(config, vocab_size)
     multiple = math.lcm(getattr(config.model, "vocab_multiple", VOCAB_MULTIPLE), sizes["tensor"])
     padded_vocab_size = math.ceil(vocab_size / multiple) * multiple

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from jaxpar.config.credentials import has_credentials, masked
 from jaxpar.config.schema import Config
 from jaxpar.config.section import Section
 from jaxpar.multiples import nearest_multiples
@@ -12,7 +13,7 @@ from jaxpar.optim import PROPERTIES
 from jaxpar.parallel.mesh import BATCH_AXES
 from jaxpar.parallel.rules import LogicalAxes, is_stacked
 
-__all__ = ["check_calls", "check_idle_keys", "check_layout", "check_offload", "check_precision"]
+__all__ = ["check_calls", "check_checkpoints", "check_idle_keys", "check_layout", "check_offload", "check_precision"]
 
 _FUNCTIONS = {
     "scan_layers": "jaxpar.parallel.layers.scan_layers",
@@ -160,6 +161,38 @@ def check_idle_keys(config: Config) -> None:
                 f"{section}.{key}={json.dumps(value)} changes nothing here; it is for {what}; or leave it at its "
                 f"default, {json.dumps(default)}"
             )
+
+
+def check_checkpoints(config: Config) -> None:
+    """Raises ValueError for checkpoints that could never be kept, and for credentials that would be stored."""
+    checkpoint, evaluation = config.checkpoint, config.evaluation
+    every = checkpoint.every_steps
+    if has_credentials(checkpoint.directory):
+        raise ValueError(
+            f"checkpoint.directory={masked(checkpoint.directory)!r} has credentials in it, which every copy of the "
+            "configuration would have too; leave them out, and give them in the environment (AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS)"
+        )
+    if checkpoint.keep_every_steps and (not every or checkpoint.keep_every_steps % every):
+        fix = f"a multiple of {every}: {nearest_multiples(checkpoint.keep_every_steps, every)}" if every else "0"
+        raise ValueError(
+            f"checkpoint.keep_every_steps={checkpoint.keep_every_steps} must be a multiple of "
+            f"checkpoint.every_steps={every}, since other steps are not saved; nearest legal value: {fix}"
+        )
+    if not checkpoint.keep_best:
+        return
+    if config.data.holdout_every == 0:
+        raise ValueError(
+            f"checkpoint.keep_best={checkpoint.keep_best} needs a held-out loss, and data.holdout_every=0 holds "
+            "nothing out; set data.holdout_every, or checkpoint.keep_best=0"
+        )
+    both = math.lcm(every, evaluation.every_steps)
+    if not both or both > config.train.num_steps:
+        raise ValueError(
+            f"checkpoint.keep_best={checkpoint.keep_best} needs steps that are evaluated and saved, and there are none "
+            f"before the last with evaluation.every_steps={evaluation.every_steps} and checkpoint.every_steps={every}; "
+            f"set both, for example to {every or evaluation.every_steps or 100}"
+        )
 
 
 def _16_bit(config: Config) -> str:

@@ -1,7 +1,8 @@
 """The state of training and its initialisation, sharded from the start."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.config.schema import Config
 from jaxpar.optim import AT_ONCE, MapUpdates, Optimizer, make_optimizer, make_schedule, role_axes, state_axes
+from jaxpar.optim.quantization import num_blocks
 from jaxpar.parallel.offload import (
     groups_through_device,
     is_on_host,
@@ -30,6 +32,7 @@ __all__ = [
     "local_bytes",
     "optimizer_of",
     "state_shardings",
+    "unpadded_shapes",
 ]
 
 
@@ -46,6 +49,19 @@ class TrainState:
     params: Any
     optimizer: Any
     guard: Guard | None = None
+
+    def parts(self) -> dict[str, Any]:
+        """The fields that there are, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def by_path(self) -> dict[str, Any]:
+        """The arrays by path: "step", "params/...", "optimizer/arrays/.../first", "guard/scale"."""
+        return {_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(self.parts())}
+
+    def with_arrays(self, arrays: Mapping[str, Any]) -> "TrainState":
+        """The state with other arrays, given by path."""
+        return TrainState(**jax.tree_util.tree_map_with_path(lambda keys, _: arrays[_path(keys)], self.parts()))
 
     @property
     def num_updates(self) -> Any:
@@ -111,6 +127,26 @@ def init_state(plan: Plan, optimizer: Optimizer) -> TrainState:
     return jax.jit(partial(_make_state, plan, optimizer), out_shardings=shardings)()
 
 
+def unpadded_shapes(plan: Plan, state: TrainState) -> dict[str, tuple[int, ...]]:
+    """Path → the array's shape, less the vocabulary's padding."""
+
+    def shape(keys: tuple, array: Any, axes: LogicalAxes) -> tuple[int, ...]:
+        is_scales = jax.tree_util.keystr(keys[-1:], simple=True).endswith("_scales")
+        block_size = getattr(plan.config.optimizer, "block_size", 1) if is_scales else 1
+        padded, size = num_blocks(plan.padded_vocab_size, block_size), num_blocks(plan.vocab_size, block_size)
+        dims = zip(array.shape, axes, strict=True)
+        return tuple(size if axis == "vocab" and dim == padded else dim for dim, axis in dims)
+
+    axes = {
+        "params": plan.as_params(plan.axes),
+        "optimizer": state_axes(state.optimizer, plan.abstract_params, plan.axes),
+    }
+    parts = {name: part for name, part in state.parts().items() if name in axes}
+    shapes = jax.tree_util.tree_map_with_path(lambda *leaf: _Shape(shape(*leaf)), parts, axes)
+    found = {_path(keys): leaf.dims for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
+    return {path: found.get(path, array.shape) for path, array in state.by_path().items()}
+
+
 def local_bytes(tree: Any, *, on_host: bool) -> int:
     """Bytes of arrays, or of shapes with shardings, that each device has in its own memory, or in its host's."""
     return sum(
@@ -118,6 +154,17 @@ def local_bytes(tree: Any, *, on_host: bool) -> int:
         for leaf in jax.tree.leaves(tree)
         if is_on_host(leaf.sharding) == on_host
     )
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A leaf, unlike a bare tuple."""
+
+    dims: tuple[int, ...]
+
+
+def _path(keys: tuple) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def _shardings(plan: Plan, shapes: TrainState) -> TrainState:

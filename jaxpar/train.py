@@ -5,18 +5,23 @@ stops; a second Ctrl-C ends the process at once. Exit status: 0 done, 1 the loss
 configuration or the data is wrong, 75 stopped by a signal with nothing lost: the same command goes on.
 """
 
+import os
 import sys
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import jax
 
-from jaxpar.checkpoint import Checkpoints, run_directory
+from jaxpar.agreement import all_or_none
+from jaxpar.checkpoint import SaveFailedError, SaveTimeoutError, open_checkpoints
+from jaxpar.checkpoint_store import Retention
 from jaxpar.command_line import FAULT, STOPPED, Stopped, StopSignals, run_command, user_errors
 from jaxpar.config import Config
 from jaxpar.data import Tokenizer, declared_vocab_size, make_tokenizer, open_data
+from jaxpar.events import Events
 from jaxpar.metrics import make_progress, with_unit
 from jaxpar.plan import Plan, make_plan
+from jaxpar.run_directory import run_directory
 from jaxpar.sample import continue_tokens
 from jaxpar.state import TrainState, abstract_state, local_bytes
 from jaxpar.step import Step
@@ -37,7 +42,11 @@ def _train(config: Config, flags: Collection[str]) -> int:
         except Stopped as stopped:
             print(f"stopped by {stopped}; nothing is lost, the same command goes on", file=sys.stderr)
             return STOPPED
-        except FloatingPointError as error:
+        except SaveTimeoutError as error:
+            print(error, file=sys.stderr, flush=True)
+            # Not by way of Python's own end, which waits for threads; one of them is at that save.
+            os._exit(FAULT)
+        except (FloatingPointError, SaveFailedError) as error:
             print(error, file=sys.stderr)
             return FAULT
 
@@ -51,13 +60,25 @@ def _run(config: Config, signals: StopSignals) -> int:
             vocab_size = declared_vocab_size(config.data)
             plan = make_plan(config, jax.devices(), vocab_size)
             step = Step(plan)
-            directory = opened.enter_context(run_directory(config.run.dir, is_writer=is_writer))
-            tokenizer = make_tokenizer(config.data, show_progress=show_progress)
-            assert tokenizer.vocab_size == vocab_size
-            prompt = _prompt(config, tokenizer)
-            corpus = open_data(config.data, tokenizer, show_progress=show_progress)
-            checkpoints = opened.enter_context(Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep))
-            trainer = opened.enter_context(Trainer(plan, step, tokenizer, corpus, checkpoints, directory))
+            with all_or_none():
+                directory = opened.enter_context(run_directory(config.run.dir, is_writer=is_writer))
+                events = opened.enter_context(Events(directory.path / "events.jsonl" if is_writer else None))
+                opened.enter_context(_faults_recorded(events))
+                if directory.left_by:
+                    events.record("stale lock", text=f"left by {directory.left_by}")
+                tokenizer = make_tokenizer(config.data, show_progress=show_progress)
+                assert tokenizer.vocab_size == vocab_size
+                prompt = _prompt(config, tokenizer)
+                corpus = open_data(config.data, tokenizer, show_progress=show_progress)
+            checkpoints = opened.enter_context(
+                open_checkpoints(
+                    config.checkpoint.directory or str((directory.path / "checkpoints").absolute()),
+                    Retention(config.checkpoint.keep, config.checkpoint.keep_every_steps, config.checkpoint.keep_best),
+                    timeout_seconds=config.checkpoint.timeout_seconds,
+                    record=events.record,
+                )
+            )
+            trainer = opened.enter_context(Trainer(plan, step, tokenizer, corpus, checkpoints, directory.path, events))
         if is_writer:
             print("\n".join(_description(plan, step)), flush=True)
         with user_errors():
@@ -66,6 +87,8 @@ def _run(config: Config, signals: StopSignals) -> int:
                 num_steps=config.train.num_steps,
                 start_step=trainer.start.step,
             )
+        if directory.left_by and is_writer:
+            print(f"recovered the lock of a run that did not end by itself ({directory.left_by})", flush=True)
         with progress, signals.deferred():
             state, stopped = trainer.run(progress, signals.stop)
     if stopped:
@@ -76,6 +99,15 @@ def _run(config: Config, signals: StopSignals) -> int:
         if is_writer:
             print(f"\nsample:\n{text}", flush=True)
     return 0
+
+
+@contextmanager
+def _faults_recorded(events: Events) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        events.record("fault", kind=type(error).__name__, text=str(error))
+        raise
 
 
 def _description(plan: Plan, step: Step) -> list[str]:

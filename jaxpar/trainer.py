@@ -11,8 +11,9 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -20,90 +21,22 @@ from typing import Any, Self, cast
 import jax
 import numpy as np
 
-from jaxpar.checkpoint import Checkpoints, write_whole
-from jaxpar.config import Config, changed_keys, dump_toml, parse_config
+from jaxpar.agreement import agreed, all_or_none
+from jaxpar.checkpoint import Checkpoints
+from jaxpar.checkpoint_store import Notes
+from jaxpar.config import parse_config
 from jaxpar.data import Batch, Corpus, Tokenizer, heldout_batches, train_batches
+from jaxpar.events import Events
 from jaxpar.metrics import Progress, Throughput, Writer, find_peak, make_writers, transformer_flops_per_token
-from jaxpar.optim import make_schedule
 from jaxpar.plan import Plan
-from jaxpar.state import TrainState, abstract_state, init_state
+from jaxpar.resume import find_start, stored_config
+from jaxpar.run_directory import write_whole
+from jaxpar.state import TrainState, abstract_state, init_state, unpadded_shapes
 from jaxpar.step import Step
 
-__all__ = ["Start", "Trainer", "evaluate", "find_start"]
+__all__ = ["Trainer", "evaluate"]
 
-_MAY_CHANGE = ("parallel", "offload", "logging", "hardware", "runtime", "checkpoint", "evaluation", "kernels", "remat",
-               "run.dir", "train.num_steps", "train.microbatches", "train.max_skipped", "data.cache_dir",
-               "data.prefetch", "loss.chunk_tokens")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Start:
-    """The step that a run goes on from (0 for a new run), and what a user should know of it."""
-
-    step: int
-    messages: tuple[str, ...] = ()
-
-
-def find_start(config: Config, tokenizer: Tokenizer, checkpoints: Checkpoints) -> Start:
-    """Where the run in `run.dir` stands.
-
-    Raises:
-      ValueError: it was started with values that would make it another run, or is longer than this one.
-    """
-    step = checkpoints.newest_step
-    if step is None:
-        return Start(0)
-    notes = checkpoints.notes(step)
-    saved = f"run.dir={config.run.dir!r} holds a run, saved at step {step},"
-    before = parse_config(tomllib.loads(notes["config"]), source=f"the configuration of the run in {config.run.dir}")
-    changes = changed_keys(before, config)
-    fixed = {key: values for key, values in changes.items() if not _may_change(key)}
-    if fixed:
-        lines = "\n".join(f"  {key}: {old!r} → {new!r}" for key, (old, new) in fixed.items())
-        raise ValueError(
-            f"{saved} that was started with other values:\n{lines}\n"
-            "set them back to go on with it, or choose another run.dir"
-        )
-    if notes["tokenizer"] != tokenizer.digest:
-        raise ValueError(
-            f"{saved} whose tokenizer was another one, although [data.tokenizer] is the same: its file, or the text "
-            "that it is trained on, has changed since. Put that back, or choose another run.dir"
-        )
-    if step > config.train.num_steps:
-        raise ValueError(
-            f"{saved} which is beyond train.num_steps={config.train.num_steps}; the nearest legal value is {step}"
-        )
-    shown = ", ".join(f"{key} {old!r} → {new!r}" for key, (old, new) in changes.items() if key != "run.dir")
-    left = config.train.num_steps - step
-    goes_on = f"continuing after step {step} of {config.train.num_steps}" if left else f"all {step} steps are made"
-    return Start(step, (goes_on + (f"; changed: {shown}" if shown else ""), *_schedule_messages(before, config, step)))
-
-
-def check_padding(plan: Plan, saved_size: int) -> None:
-    """Raises ValueError if the saved arrays have another padded vocabulary than the plan's."""
-    if plan.padded_vocab_size != saved_size:
-        raise ValueError(
-            f"run.dir={plan.config.run.dir!r} holds a run whose vocabulary is padded to {saved_size} entries; with "
-            f"parallel.tensor={plan.mesh.shape['tensor']} it is padded to {plan.padded_vocab_size}. Go on with a "
-            f"parallel.tensor that divides {saved_size}"
-        )
-
-
-def _may_change(key: str) -> bool:
-    return any(key == safe or key.startswith(f"{safe}.") for safe in _MAY_CHANGE)
-
-
-def _schedule_messages(before: Config, config: Config, step: int) -> tuple[str, ...]:
-    """A message if the steps that were made would have had other learning rates in a run of the new length."""
-    old, new = (make_schedule(c.schedule, c.optimizer.learning_rate, c.train.num_steps) for c in (before, config))
-    made, would, next_ = float(old(step - 1)), float(new(step - 1)), float(new(step))
-    if math.isclose(made, would, rel_tol=1e-6):
-        return ()
-    return (
-        f"note: the {config.schedule.name} schedule depends on train.num_steps. Step {step} was made at learning rate "
-        f"{made:.4g}, a run of {config.train.num_steps} steps makes it at {would:.4g}; step {step + 1} is made at "
-        f"{next_:.4g}. The result is not that of one run of {config.train.num_steps} steps",
-    )
+_NO_CHECKPOINT = "no checkpoint was completed yet: starting from the beginning, what metrics.jsonl has is dropped"
 
 
 class Trainer:
@@ -116,23 +49,29 @@ class Trainer:
     """
 
     def __init__(
-        self, plan: Plan, step: Step, tokenizer: Tokenizer, corpus: Corpus, checkpoints: Checkpoints, run_dir: Path
+        self,
+        plan: Plan,
+        step: Step,
+        tokenizer: Tokenizer,
+        corpus: Corpus,
+        checkpoints: Checkpoints,
+        run_dir: Path,
+        events: Events,
     ):
         config = plan.config
-        self.plan, self.step, self.corpus, self.checkpoints = plan, step, corpus, checkpoints
-        self.start = find_start(config, tokenizer, checkpoints)
+        self.plan, self.step, self.corpus, self.checkpoints, self.events = plan, step, corpus, checkpoints, events
+        self.start = find_start(
+            plan, step.optimizer, tokenizer, checkpoints, saved_before="saved" in events.before, record=events.record
+        )
+        self._extents = unpadded_shapes(plan, abstract_state(plan, step.optimizer))
         self._byte_lengths = np.zeros(plan.padded_vocab_size, np.int32)
         self._byte_lengths[: tokenizer.vocab_size] = tokenizer.token_byte_lengths()
-        self._notes = {
-            "config": dump_toml(config),
-            "tokenizer": tokenizer.digest,
-            "padded_vocab_size": str(plan.padded_vocab_size),
-        }
-        if self.start.step:
-            check_padding(plan, int(checkpoints.notes(self.start.step)["padded_vocab_size"]))
-        self._evaluated = _has_evaluation(run_dir / "metrics.jsonl", self.start.step)
+        self._config, self._tokenizer_digest = stored_config(config), tokenizer.digest
+        lost = agreed((run_dir / "metrics.jsonl").exists()) and not self.start.step
+        self._messages = (*self.start.messages, *([_NO_CHECKPOINT] if lost else []))
+        self._evaluated = agreed(_has_evaluation(run_dir / "metrics.jsonl", self.start.step))
         self._writers: list[Writer] = []
-        with ExitStack() as opened:
+        with ExitStack() as opened, all_or_none():
             self._batches = train_batches(
                 corpus,
                 config.data,
@@ -144,12 +83,12 @@ class Trainer:
             )
             opened.callback(self._batches.close)
             if jax.process_index() == 0:
-                write_whole(run_dir / "config.toml", self._notes["config"])
+                write_whole(run_dir / "config.toml", self._config)
                 self._writers = make_writers(
                     run_dir,
                     tensorboard=config.logging.tensorboard,
                     wandb_project=config.logging.wandb_project,
-                    config=config.model_dump(mode="json"),
+                    config=parse_config(tomllib.loads(self._config)).model_dump(mode="json"),
                     start_step=self.start.step,
                 )
             for writer in self._writers:
@@ -170,10 +109,12 @@ class Trainer:
         Raises:
           FloatingPointError: the loss or a gradient is not finite, so that the parameters are lost; or so many steps in
             a row were skipped for that (`train.max_skipped`) that the run cannot go on.
+          SaveFailedError: the last state could not be saved.
         """
         config = self.plan.config
         num_steps, number = config.train.num_steps, self.start.step
-        for message in self.start.messages:
+        self._record_start()
+        for message in self._messages:
             progress.message(message)
         if config.data.holdout_every == 0:
             progress.message("nothing is held out (data.holdout_every=0), so there is no evaluation")
@@ -182,11 +123,23 @@ class Trainer:
         with self.plan.execution.active():
             state = self._initial_state()
             if number and self._evaluation_is_due(number) and not self._evaluated:
-                self._evaluated = self._evaluate(number, state, progress, stop)
-            if number == num_steps:
-                return state, stop()
-            progress.message("compiling the step ...")
-            return self._loop(state, progress, meter, stop)
+                self._evaluated = self._evaluate(number, state, progress, stop) is not None
+            stopped = stop()
+            if number < num_steps:
+                progress.message("compiling the step ...")
+                state, stopped = self._loop(state, progress, meter, stop)
+        self.events.record("end", step=int(state.step), stopped=stopped)
+        return state, stopped
+
+    def _record_start(self) -> None:
+        self.events.record(
+            "resume" if self.start.step else "start",
+            step=self.start.step,
+            num_steps=self.plan.config.train.num_steps,
+            processes=jax.process_count(),
+            mesh={axis: size for axis, size in self.plan.mesh.shape.items() if size > 1},
+            version=metadata.version("jaxpar"),
+        )
 
     def _loop(
         self, state: TrainState, progress: Progress, meter: Throughput, stop: Callable[[], bool]
@@ -212,14 +165,17 @@ class Trainer:
             pending = None
             meter.pause(number, time.monotonic())
             # Evaluated before it is saved: a run that goes on from here has the line already.
-            complete = not self._evaluation_is_due(number) or self._evaluate(number, state, progress, stop)
+            due = self._evaluation_is_due(number)
+            values = self._evaluate(number, state, progress, stop) if due else {}
             stopping = stop()
             if stopping or save or last:
-                self.checkpoints.save(number, state, self._notes)
+                self._save(number, state, values)
+            if stopping or last:
+                self._finish_saving(progress)
             if stopping:
                 progress.message(f"stopped after step {number} of {num_steps}")
             if stopping or last:
-                return state, not (last and complete)
+                return state, not last or values is None
             meter.resume(time.monotonic())
 
     def _evaluation_is_due(self, step: int) -> bool:
@@ -227,9 +183,40 @@ class Trainer:
         return step == self.plan.config.train.num_steps or (every > 0 and step % every == 0)
 
     def _initial_state(self) -> TrainState:
-        if self.start.step == 0:
-            return init_state(self.plan, self.step.optimizer)
-        return self.checkpoints.restore(self.start.step, abstract_state(self.plan, self.step.optimizer))
+        state = self.start.state
+        # The step donates it: nobody may hold it.
+        self.start = replace(self.start, state=None)
+        return init_state(self.plan, self.step.optimizer) if state is None else state
+
+    def _save(self, step: int, state: TrainState, evaluation: Mapping[str, float] | None) -> None:
+        config = self.plan.config
+        loss = (evaluation or {}).get("eval/loss")
+        notes = Notes(
+            step=step,
+            config=self._config,
+            tokenizer=self._tokenizer_digest,
+            vocab_size=self.plan.vocab_size,
+            padded_vocab_size=self.plan.padded_vocab_size,
+            num_updates=int(jax.device_get(state.num_updates)),
+            seed=config.run.seed,
+            next_sequence=step * config.train.batch_size,
+            loss=loss if loss is not None and math.isfinite(loss) else None,
+            saved_at="",
+            events=self.events.head,
+            arrays={},
+        )
+        self.checkpoints.save(state, notes, self._extents)
+
+    def _finish_saving(self, progress: Progress) -> None:
+        try:
+            self.checkpoints.finish()
+        finally:
+            self._tell(progress)
+
+    def _tell(self, progress: Progress) -> None:
+        """Shows what there is to tell of saves that go on in the background."""
+        for message in self.checkpoints.messages():
+            progress.message(message)
 
     def _meter(self, progress: Progress) -> Throughput:
         config = self.plan.config
@@ -251,6 +238,7 @@ class Trainer:
             return
         step, on_device = pending
         config = self.plan.config
+        self._tell(progress)
         values: dict[str, Any] = {name: value.item() for name, value in jax.device_get(on_device).items()}
         failed, in_a_row = values.pop("nonfinite"), values.pop("skipped_in_a_row", None)
         meter.synchronised(step, time.monotonic())
@@ -275,6 +263,7 @@ class Trainer:
         return "the loss" if index == len(parameters) else f"the gradient of {parameters[index].path}"
 
     def _why_it_ends(self, step: int, values: Mapping[str, Any], failed: int) -> str:
+        self.checkpoints.wait()
         saved = self.checkpoints.newest_step
         newest = "there is no checkpoint" if saved is None else f"the newest checkpoint is of step {saved}"
         what = (
@@ -294,13 +283,13 @@ class Trainer:
         last = f" or {remedies.pop()} may help, in another run.dir"
         return f"{what}; {newest}. {', '.join(remedies).capitalize()}{last}"
 
-    def _evaluate(self, step: int, state: TrainState, progress: Progress, stop: Callable[[], bool]) -> bool:
-        """Evaluates, shows and writes; False if `stop` came first."""
+    def _evaluate(
+        self, step: int, state: TrainState, progress: Progress, stop: Callable[[], bool]
+    ) -> Mapping[str, float] | None:
+        """Evaluates, shows and writes; None if `stop` came first."""
         values = evaluate(
             self.plan, self.step, state.evaluated(self.plan.config), self.corpus, self._byte_lengths, stop
         )
-        if values is None:
-            return False
         if values:
             for writer in self._writers:
                 writer.write(step, values)
@@ -308,7 +297,7 @@ class Trainer:
             if "eval/bits_per_byte" in values:
                 shown.append(f"{values['eval/bits_per_byte']:.4f} bits per byte")
             progress.message(f"step {step}: held-out loss {', '.join(shown)}")
-        return True
+        return values
 
 
 def evaluate(

@@ -28,9 +28,23 @@ BELOW_THE_LOOP = {
     "plan",
     "state",
     "step",
+    "agreement",
+    "events",
+    "run_directory",
+    "checkpoint_store",
     "checkpoint",
+    "resume",
 }
-BELOW_THE_COMMANDS = BELOW_THE_LOOP | {"trainer", "sample", "traffic", "memory", "models", "command_line"}
+BELOW_THE_COMMANDS = BELOW_THE_LOOP | {
+    "trainer",
+    "sample",
+    "traffic",
+    "memory",
+    "models",
+    "command_line",
+    "digest",
+    "export",
+}
 ARROWS: dict[str, set[str]] = {
     "config": set(),
     "metrics": set(),
@@ -47,7 +61,15 @@ ARROWS: dict[str, set[str]] = {
     "plan": {"config", "parallel", "backend", "optim", "requirements"},
     "state": {"config", "optim", "parallel", "plan", "precision"},
     "step": {"config", "parallel", "optim", "plan", "precision", "state"},
-    "checkpoint": {"state", "locks"},
+    "agreement": set(),
+    "digest": {"parallel"},
+    "events": {"config"},
+    "run_directory": {"locks"},
+    "checkpoint_store": {"config"},
+    "export": {"checkpoint_store"},
+    "restore": {"checkpoint_store"},
+    "checkpoint": {"agreement", "checkpoint_store", "digest", "restore", "state"},
+    "resume": {"agreement", "checkpoint", "checkpoint_store", "config", "data", "optim", "plan", "state"},
     "sample": {"plan", "parallel"},
     "traffic": {"plan", "parallel"},
     "memory": {"plan", "parallel", "optim", "state"},
@@ -56,6 +78,7 @@ ARROWS: dict[str, set[str]] = {
     "train": BELOW_THE_COMMANDS,
     "verify": BELOW_THE_COMMANDS,
     "inspect": BELOW_THE_COMMANDS,
+    "checkpoints": BELOW_THE_COMMANDS,
 }
 # A model names its dims and calls these; mesh and layouts are not its business.
 OPEN_TO_MODELS = {"constrain", "contract", "layers", "loss", "rules", "attention", "embedding"}

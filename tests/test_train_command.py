@@ -21,10 +21,11 @@ import numpy as np
 import pytest
 
 from jaxpar import backend
-from jaxpar.checkpoint import Checkpoints
+from jaxpar.checkpoint import open_checkpoints
+from jaxpar.checkpoint_store import Retention
 from jaxpar.config import load_config
 from jaxpar.plan import make_plan
-from jaxpar.state import TrainState, abstract_state
+from jaxpar.state import TrainState, abstract_state, unpadded_shapes
 from jaxpar.step import Step
 from jaxpar.train import main
 
@@ -147,8 +148,9 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 
 def saved_state(directory: Path, step: int) -> TrainState:
     plan = make_plan(load_config(directory / "config.toml"), jax.devices()[:2], 257)
-    with Checkpoints(directory / "checkpoints", keep=3) as checkpoints:
-        return checkpoints.restore(step, abstract_state(plan, Step(plan).optimizer))
+    abstract = abstract_state(plan, Step(plan).optimizer)
+    with open_checkpoints(str(directory / "checkpoints"), Retention(3), timeout_seconds=60) as checkpoints:
+        return checkpoints.restore(checkpoints.notes(step), abstract, unpadded_shapes(plan, abstract))
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +247,8 @@ def test_a_run_goes_on_on_another_mesh_and_for_longer(
     assert command("run.dir=d", *layout, "train.num_steps=14", "logging.every_steps=1", "logging.progress=lines") == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert "continuing after step 12 of 14; changed: train.num_steps 12 → 14, parallel.data 1 → 4" in out
+    assert "continuing after step 12 of 14\nchanged: train.num_steps 12 → 14 (the run's length)\n" in out
+    assert "changed: parallel.data 1 → 4, parallel.fsdp 2 → 1, parallel.tensor 1 → 2" in out
     assert [line["step"] for line in metrics(directory / "d")][-4:] == [12, 13, 14, 14]
     assert command("run.dir=d", *layout, "train.num_steps=14", "logging.progress=lines") == 0
     out = capsys.readouterr().out
@@ -254,8 +257,8 @@ def test_a_run_goes_on_on_another_mesh_and_for_longer(
     assert command("run.dir=d", "parallel.fsdp=8", "train.batch_size=8", "evaluation.batch_size=8", "run.seed=3") == 2
     assert capsys.readouterr().err.splitlines() == [
         "run.dir='d' holds a run, saved at step 14, that was started with other values:",
-        "  run.seed: 0 → 3",
-        "  train.batch_size: 4 → 8",
+        "  run.seed: 0 → 3 (the order of the data and the dropout masks would be another run's)",
+        "  train.batch_size: 4 → 8 (the place in the data would be another: sequences would be repeated or left out)",
         "set them back to go on with it, or choose another run.dir",
     ]
 

@@ -337,12 +337,21 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the state is saved."""
+    """When the state is saved, where, and what is kept. A checkpoint that any of the `keep` keys names stays."""
 
     every_steps: NonNegative = 0
     """Steps between checkpoints; 0 saves only at the end and when stopped."""
+    directory: str = ""
+    """Where checkpoints go: a directory or a URL (`gs://`, `s3://`); empty means `checkpoints` in `run.dir`.
+    Credentials come from the environment."""
     keep: Positive = 3
     """Newest checkpoints that are kept."""
+    keep_every_steps: NonNegative = 0
+    """Keep all checkpoints of steps that this divides; 0 keeps none for that."""
+    keep_best: NonNegative = 0
+    """Keep as many checkpoints with the lowest held-out loss, of those that are evaluated when they are saved."""
+    timeout_seconds: Positive = 1800
+    """Longest that a save may take; then the run ends with exit status 1, as one process may wait for ever."""
 
 
 class LoggingConfig(Section):

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jaxpar.locks import lock_file
 __all__ = ["cached_directory", "content_key"]
 
 _META = "meta.json"
+_CHUNK_BYTES = 1 << 22
 
 _logger = logging.getLogger(__name__)
 
@@ -31,8 +33,8 @@ def cached_directory(cache_dir: str, name: str, build: Callable[[Path], None]) -
 
     `build` writes files into a temporary directory, which is then renamed: no reader ever sees a part of it. One
     process builds while others wait for its lock; where the file system has no locks they all build, and the first to
-    finish wins. The sizes of the files are recorded, and a directory that does not match them is built again with a
-    warning.
+    finish wins. The files' sizes and checksums are recorded, and a directory that does not match them is built again
+    with a warning.
 
     Raises:
       ValueError: `data.cache_dir` cannot be written.
@@ -62,8 +64,8 @@ def _fill(directory: Path, build: Callable[[Path], None], damage: str) -> None:
         fresh = temporary / "fresh"
         fresh.mkdir()
         build(fresh)
-        sizes = {path.name: path.stat().st_size for path in sorted(fresh.iterdir())}
-        (fresh / _META).write_text(json.dumps({"sizes": sizes}))
+        files = {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(fresh.iterdir())}
+        (fresh / _META).write_text(json.dumps({"files": files}))
         for path in fresh.iterdir():
             _to_disk(path)
         try:
@@ -79,14 +81,24 @@ def _fill(directory: Path, build: Callable[[Path], None], damage: str) -> None:
 def _damage(directory: Path) -> str | None:
     """Return what is wrong with a directory that was built, None if nothing is."""
     try:
-        sizes = json.loads((directory / _META).read_text())["sizes"]
-        for name, size in sizes.items():
+        for name, (size, checksum) in json.loads((directory / _META).read_text())["files"].items():
             found = (directory / name).stat().st_size
             if found != size:
                 return f"{name} has {found} bytes and not {size}"
+            if _checksum(directory / name) != checksum:
+                return f"{name} is not what was written"
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32, which is there against faults of disks and is as fast as they are."""
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from jaxpar.data.tokenizers import Tokenizer
 
 __all__ = ["Corpus", "open_data"]
 
-_LAYOUT_VERSION = 1
+_LAYOUT_VERSION = 2
 _BATCH_CHARACTERS = 1 << 20
 
 

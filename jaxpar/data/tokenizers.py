@@ -18,6 +18,8 @@ from jaxpar.data.token_bytes import byte_lengths
 
 __all__ = ["END_OF_TEXT", "Tokenizer", "declared_vocab_size", "make_tokenizer"]
 
+_LAYOUT_VERSION = 2
+
 END_OF_TEXT = "<|endoftext|>"
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 
@@ -214,7 +216,7 @@ def _trained_bpe(config: schema.DataConfig, vocab_size: int, show_progress: bool
             trained = _train(documents, vocab_size)
         trained.save(str(directory / "tokenizer.json"))
 
-    key = content_key("bpe", vocab_size, config.holdout_every, digests)
+    key = content_key("bpe", _LAYOUT_VERSION, vocab_size, config.holdout_every, digests)
     path = cached_directory(config.cache_dir, f"tokenizers/{key}", build) / "tokenizer.json"
     return _HuggingFace(path.read_bytes(), f"data.cache_dir: {path}", (END_OF_TEXT,))
 

@@ -27,7 +27,8 @@ WRONG_FILES = {
     ),
     "key that is like no other": (
         "checkpoint.zzz = 2",
-        "FILE: unknown key checkpoint.zzz; keys of [checkpoint]: every_steps, keep",
+        "FILE: unknown key checkpoint.zzz; keys of [checkpoint]: every_steps, directory, keep, keep_every_steps, "
+        "keep_best, timeout_seconds",
     ),
     "whole number": ("train.num_steps = true", "FILE: train.num_steps=true must be a whole number > 0"),
     "fraction for a whole number": (

@@ -83,7 +83,7 @@ def test_nothing_is_tokenised_twice(tmp_path, monkeypatch):
     assert train_tokens(config) == first
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "no meta", "bad meta"])
+@pytest.mark.parametrize("damage", ["truncated", "one bit", "missing", "no meta", "bad meta"])
 def test_a_damaged_entry_is_made_again_and_said(tmp_path, caplog, damage):
     write_corpus(tmp_path, ["ab", "c"])
     config = data_config(tmp_path)
@@ -91,6 +91,9 @@ def test_a_damaged_entry_is_made_again_and_said(tmp_path, caplog, damage):
     (entry,) = entries(tmp_path)
     if damage == "truncated":
         (entry / "tokens.bin").write_bytes((entry / "tokens.bin").read_bytes()[:-2])
+    elif damage == "one bit":
+        content = (entry / "tokens.bin").read_bytes()
+        (entry / "tokens.bin").write_bytes(bytes([content[0] ^ 1]) + content[1:])
     elif damage == "bad meta":
         (entry / "meta.json").write_text("{")
     else:

@@ -15,11 +15,15 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import multihost_utils
 
-from jaxpar.checkpoint import Checkpoints, run_directory
+from jaxpar.checkpoint import open_checkpoints
+from jaxpar.checkpoint_store import Notes, Retention
 from jaxpar.config import Config, dump_toml, parse_config
 from jaxpar.data import make_tokenizer, open_data
+from jaxpar.events import Events
 from jaxpar.plan import Plan, make_plan
+from jaxpar.run_directory import run_directory
 from jaxpar.state import TrainState
 from jaxpar.step import Step
 from jaxpar.trainer import Trainer, evaluate
@@ -77,8 +81,14 @@ def opened(config: Config, train: Callable[..., Any] | None = None) -> Iterator[
     corpus = open_data(config.data, tokenizer, show_progress=False)
     with (
         run_directory(config.run.dir, is_writer=True) as directory,
-        Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep) as checkpoints,
-        Trainer(plan, called, tokenizer, corpus, checkpoints, directory) as trainer,
+        Events(directory.path / "events.jsonl") as events,
+        open_checkpoints(
+            str(directory.path / "checkpoints"),
+            Retention(config.checkpoint.keep),
+            timeout_seconds=60,
+            record=events.record,
+        ) as checkpoints,
+        Trainer(plan, called, tokenizer, corpus, checkpoints, directory.path, events) as trainer,
     ):
         yield trainer
 
@@ -156,9 +166,9 @@ def test_metrics_are_fetched_one_step_late_and_written_before_a_checkpoint(confi
     with opened(config, record) as trainer:
         save = trainer.checkpoints.save
 
-        def saving(step: int, *arguments: Any) -> None:
-            events.append(("saved", step, [line["step"] for line in lines_of(config)][-1]))
-            save(step, *arguments)
+        def saving(state: TrainState, notes: Notes, *arguments: Any) -> None:
+            events.append(("saved", notes.step, [line["step"] for line in lines_of(config)][-1]))
+            save(state, notes, *arguments)
 
         trainer.checkpoints.save = saving  # type: ignore[method-assign]
         trainer.run(Screen(events))
@@ -268,15 +278,17 @@ def test_of_several_processes_the_first_alone_writes(
     corpus = open_data(config.data, tokenizer, show_progress=False)
     with (
         run_directory(config.run.dir, is_writer=True) as directory,
-        Checkpoints(directory / "checkpoints", keep=1) as checkpoints,
+        open_checkpoints(str(directory.path / "checkpoints"), Retention(1), timeout_seconds=60) as checkpoints,
     ):
         for index, names in ((1, []), (0, ["config.toml", "metrics.jsonl"])):
+            monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: np.stack([x, x]))
+            monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda x: x)
             monkeypatch.setattr(jax, "process_count", lambda: 2)
             monkeypatch.setattr(jax, "process_index", lambda index=index: index)
-            with Trainer(plan, step, tokenizer, corpus, checkpoints, directory):
+            with Trainer(plan, step, tokenizer, corpus, checkpoints, directory.path, Events(None)):
                 pass
             monkeypatch.undo()
-            assert sorted(path.name for path in directory.iterdir() if path.is_file()) == [".lock", *names]
+            assert sorted(path.name for path in directory.path.iterdir() if path.is_file()) == [".lock", *names]
 
 
 FLOAT16 = {"compute": "float16", "scale_initial": 32.0, "scale_min": 16.0, "scale_growth_steps": 2}

@@ -1,0 +1,231 @@
+"""The checkpoints of a run as they lie in a directory or behind a URL: what is there, what it says of itself, removal.
+
+A checkpoint is a directory named by its step. It is complete once it has `commit_success.txt`, which Orbax writes last;
+until then it has another name or no such file. Beside the arrays it has notes, which are JSON: nothing is unpickled.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import tensorstore
+from etils import epath
+
+from jaxpar.config.credentials import masked
+
+__all__ = ["ArrayNotes", "CheckpointStore", "DamagedCheckpointError", "Notes", "Retention", "brief"]
+
+_COMMITTED = "commit_success.txt"
+_METADATA = "_CHECKPOINT_METADATA"
+_TEMPORARY = ".orbax-checkpoint-tmp"
+_STATE = "state"
+_BLOCK_BYTES = 1 << 26
+_CACHE_BYTES = 1 << 26
+
+
+class DamagedCheckpointError(Exception):
+    """A checkpoint cannot be read, or is not what was saved; the text says in what."""
+
+
+@dataclass(frozen=True)
+class ArrayNotes:
+    """An array when it was saved: shape, dtype, shape without padding, digests of what is within that and beyond."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    extent: tuple[int, ...]
+    content: str
+    padding: str
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What is saved with the state.
+
+    `config` is the resolved configuration (TOML), `tokenizer` its digest. `num_updates` counts steps that changed the
+    parameters. `next_sequence` is the data's cursor: how many sequences all processes together have read. With
+    `seed` and `step` it is all that randomness and the order of the data depend on. `loss` is the held-out loss at this
+    step, if it was evaluated. `events` is the hash of the last line of `events.jsonl` before the save. `arrays` are the
+    state's arrays by path.
+    """
+
+    step: int
+    config: str
+    tokenizer: str
+    vocab_size: int
+    padded_vocab_size: int
+    num_updates: int
+    seed: int
+    next_sequence: int
+    loss: float | None
+    saved_at: str
+    events: str
+    arrays: Mapping[str, ArrayNotes]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it, with a hash of all of it."""
+        values = asdict(self)
+        return {"notes": values, "sha256": _hash(values)}
+
+    @classmethod
+    def from_json(cls, saved: Any) -> "Notes":
+        """Raises DamagedCheckpointError if it is not what `to_json` gave."""
+        try:
+            values = dict(saved["notes"])
+            if saved["sha256"] != _hash(values):
+                raise DamagedCheckpointError("its notes are not those that were saved")
+            arrays = {
+                path: ArrayNotes(**{**entry, "shape": tuple(entry["shape"]), "extent": tuple(entry["extent"])})
+                for path, entry in values["arrays"].items()
+            }
+            return cls(**{**values, "arrays": arrays})
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedCheckpointError(f"it has no notes of jaxpar's ({type(error).__name__}: {error})") from error
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is kept: the newest, those of every so many steps, those with the lowest held-out loss; 0 is none."""
+
+    newest: int
+    every_steps: int = 0
+    best: int = 0
+
+    def kept(self, losses: Mapping[int, float | None]) -> set[int]:
+        """Which of the checkpoints stay, given as step → held-out loss, if one is known.
+
+        >>> sorted(Retention(newest=1, every_steps=4, best=1).kept({2: 1.0, 4: 3.0, 6: None, 7: 2.0}))
+        [2, 4, 7]
+        """
+        steps = sorted(losses)
+        known = sorted((loss, -step) for step, loss in losses.items() if loss is not None)
+        regular = {step for step in steps if self.every_steps and step % self.every_steps == 0}
+        return {*steps[-self.newest :], *regular, *(-step for _, step in known[: self.best])}
+
+
+class CheckpointStore:
+    """The checkpoints in `directory`, a path or URL. Looks at storage at each call; used by one process at a time."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = epath.Path(directory)
+
+    def __str__(self) -> str:
+        return masked(str(self.directory))
+
+    def path(self, step: int) -> epath.Path:
+        """The directory of one checkpoint."""
+        return self.directory / str(step)
+
+    def steps(self) -> list[int]:
+        """Steps that have a directory, complete or not, in order."""
+        return sorted(int(name) for name in self._names() if name.isdecimal())
+
+    def is_complete(self, step: int) -> bool:
+        """Whether the save has ended."""
+        return (self.path(step) / _COMMITTED).exists()
+
+    def notes(self, step: int) -> Notes:
+        """What was saved with the state.
+
+        Raises:
+          DamagedCheckpointError: they cannot be read, or have changed.
+        """
+        if not self.is_complete(step):
+            raise DamagedCheckpointError("its save was not completed")
+        try:
+            # Not with Orbax's `checkpointables_metadata`, which opens every array first.
+            saved = json.loads((self.path(step) / _METADATA).read_text())["custom_metadata"]
+        except Exception as error:
+            raise DamagedCheckpointError(f"its notes cannot be read: {brief(error)}") from error
+        notes = Notes.from_json(saved)
+        if notes.step != step:
+            raise DamagedCheckpointError(f"it is of step {notes.step}")
+        return notes
+
+    def open_arrays(self, step: int, paths: Iterable[str]) -> dict[str, tensorstore.TensorStore]:
+        """The arrays of a checkpoint by path, of which nothing is read yet.
+
+        Raises:
+          DamagedCheckpointError: one of them cannot be opened.
+        """
+        # Of its own: a checkpoint may have been replaced since the last look.
+        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+        pending = {}
+        for path in paths:
+            name = ".".join(PurePosixPath(path).parts)
+            base = f"{_tensorstore_url(self.path(step) / _STATE)}/"
+            spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+            pending[path] = tensorstore.open(spec, read=True, open=True, context=context)
+        try:
+            return {path: future.result() for path, future in pending.items()}
+        except Exception as error:
+            raise DamagedCheckpointError(f"it cannot be read: {brief(error)}") from error
+
+    def blocks(self, step: int, array: str) -> Iterator[tuple[int, np.ndarray]]:
+        """One array of a checkpoint, in blocks of some of its first dim: (first index, entries).
+
+        Raises:
+          DamagedCheckpointError: it cannot be read.
+        """
+        stored = self.open_arrays(step, [array])[array]
+        rows = max(1, _BLOCK_BYTES // max(1, stored.dtype.numpy_dtype.itemsize * math.prod(stored.shape[1:])))
+        try:
+            if stored.ndim == 0:
+                yield 0, stored.read().result()
+            for start in range(0, stored.shape[0] if stored.ndim else 0, rows):
+                yield start, stored[start : min(start + rows, stored.shape[0])].read().result()
+        except Exception as error:
+            raise DamagedCheckpointError(f"{array} cannot be read: {brief(error)}") from error
+
+    def size_bytes(self, step: int) -> int:
+        """Bytes on storage."""
+        return sum(_size(path) for path in _walk(self.path(step)))
+
+    def remove(self, step: int) -> None:
+        """Removes a checkpoint, so that it is at no moment a complete one of which a part is missing."""
+        (self.path(step) / _COMMITTED).unlink(missing_ok=True)
+        self.path(step).rmtree()
+
+    def remove_leftovers(self) -> list[str]:
+        """Removes what killed saves have left under other names; returns those."""
+        names = [name for name in self._names() if _TEMPORARY in name]
+        for name in names:
+            (self.directory / name).rmtree(missing_ok=True)
+        return names
+
+    def _names(self) -> list[str]:
+        return [path.name for path in self.directory.iterdir()] if self.directory.exists() else []
+
+
+def brief(error: BaseException) -> str:
+    """The kind and the first line of an error, or of the one that it comes from, without credentials."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    first = (str(error).strip().splitlines() or [""])[0]
+    return masked(f"{type(error).__name__}: {first[:300]}")
+
+
+def _tensorstore_url(path: epath.Path) -> str:
+    text = str(path)
+    return text if "://" in text else f"file://{text}"
+
+
+def _walk(path: epath.Path) -> Iterator[epath.Path]:
+    for child in path.iterdir():
+        if child.is_dir():
+            yield from _walk(child)
+        else:
+            yield child
+
+
+def _size(path: epath.Path) -> int:
+    return int(path.stat().length)
+
+
+def _hash(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
