@@ -4,8 +4,8 @@
 
 The state is that of `checkpoint.toml`. An asynchronous save blocks until the arrays have their digests and are copied
 or held; the rest happens while the devices train. Its bandwidth, until everything is on disk, and that of a restore
-with digests are compared with writing and reading the same bytes as plain files, turn by turn. Then the state is saved again
-and again, and the memory that the process holds is read after each.
+with its digests checked are compared with writing and reading the same bytes as plain files, turn by turn. Then the
+state is saved again and again, and the memory that the process holds is read after each.
 """
 
 import json
