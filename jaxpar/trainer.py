@@ -9,31 +9,32 @@ import json
 import math
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import jax
 import numpy as np
 
 from jaxpar.checkpoint import Checkpoints, write_whole
 from jaxpar.config import Config, changed_keys, dump_toml, parse_config
-from jaxpar.data import Batch, Corpus, Tokenizer, heldout_batches, train_batches
+from jaxpar.data import Corpus, Tokenizer, heldout_batches, train_batches
 from jaxpar.metrics import Progress, Throughput, Writer, find_peak, make_writers, transformer_flops_per_token
 from jaxpar.optim import make_schedule
+from jaxpar.parallel.agreement import agreed
+from jaxpar.parallel.feeding import from_own_rows, own_rows
 from jaxpar.plan import Plan
 from jaxpar.state import TrainState, abstract_state, init_state
 from jaxpar.step import Step
 
 __all__ = ["Start", "Trainer", "evaluate", "find_start"]
 
-_MAY_CHANGE = ("parallel", "offload", "logging", "hardware", "runtime", "checkpoint", "evaluation", "kernels", "remat",
-               "run.dir", "train.num_steps", "train.microbatches", "train.max_skipped", "data.cache_dir",
-               "data.prefetch", "loss.chunk_tokens")  # fmt: skip
+_MAY_CHANGE = ("parallel", "offload", "logging", "hardware", "runtime", "distributed", "checkpoint", "evaluation",
+               "kernels", "remat", "run.dir", "train.num_steps", "train.microbatches", "train.max_skipped",
+               "data.cache_dir", "data.prefetch", "loss.chunk_tokens")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,16 @@ def check_padding(plan: Plan, saved_size: int) -> None:
         )
 
 
+def check_same_start(steps: Sequence[int], config: Config) -> None:
+    """Raises ValueError if the processes found checkpoints of different steps."""
+    if len(set(steps)) > 1:
+        found = ", ".join(f"process {process}: {step}" for process, step in enumerate(steps))
+        raise ValueError(
+            f"run.dir={config.run.dir!r} does not hold the same run for every process (newest step of {found}); name a "
+            "directory on a file system that all hosts share"
+        )
+
+
 def _may_change(key: str) -> bool:
     return any(key == safe or key.startswith(f"{safe}.") for safe in _MAY_CHANGE)
 
@@ -130,7 +141,9 @@ class Trainer:
         }
         if self.start.step:
             check_padding(plan, int(checkpoints.notes(self.start.step)["padded_vocab_size"]))
-        self._evaluated = _has_evaluation(run_dir / "metrics.jsonl", self.start.step)
+        check_same_start(agreed(self.start.step), config)
+        self._evaluated = agreed(_has_evaluation(run_dir / "metrics.jsonl", self.start.step))[0]
+        self._rows = own_rows(plan.batch_sharding, config.train.batch_size, config.data.sequence_length)
         self._writers: list[Writer] = []
         with ExitStack() as opened:
             self._batches = train_batches(
@@ -139,8 +152,7 @@ class Trainer:
                 batch_size=config.train.batch_size,
                 seed=config.run.seed,
                 start_step=self.start.step,
-                process_index=jax.process_index(),
-                process_count=jax.process_count(),
+                rows=self._rows,
             )
             opened.callback(self._batches.close)
             if jax.process_index() == 0:
@@ -192,7 +204,7 @@ class Trainer:
     ) -> tuple[TrainState, bool]:
         checkpoint, num_steps, number = self.plan.config.checkpoint, self.plan.config.train.num_steps, self.start.step
         pending: tuple[int, Mapping[str, jax.Array]] | None = None
-        batch = _to_devices(next(self._batches), self.plan)
+        batch = self._next_batch()
         guard = "allow"
         while True:
             number += 1
@@ -200,7 +212,7 @@ class Trainer:
             with jax.transfer_guard(guard):
                 state, metrics = self.step.train(state, batch)
                 if not last:
-                    batch = _to_devices(next(self._batches), self.plan)
+                    batch = self._next_batch()
                 self._report(pending, progress, meter)
             pending, guard = (number, metrics), "disallow"
             stopping = stop()
@@ -220,6 +232,11 @@ class Trainer:
             if stopping or last:
                 return state, not (last and complete)
             meter.resume(time.monotonic())
+
+    def _next_batch(self) -> dict[str, jax.Array]:
+        return from_own_rows(
+            self._rows, next(self._batches), self.plan.batch_sharding, self.plan.config.train.batch_size
+        )
 
     def _evaluation_is_due(self, step: int) -> bool:
         every = self.plan.config.evaluation.every_steps
@@ -321,20 +338,16 @@ def evaluate(
     for.
     """
     config = plan.config
-    batches = heldout_batches(
-        corpus,
-        config.data,
-        batch_size=config.evaluation.batch_size or config.train.batch_size,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-    )
+    batch_size = config.evaluation.batch_size or config.train.batch_size
+    rows = own_rows(plan.batch_sharding, batch_size, config.data.sequence_length)
     lengths = jax.device_put(byte_lengths, plan.replicated)
     totals = {"nats": 0.0, "tokens": 0, "bytes": 0}
     pending: Mapping[str, jax.Array] = {}
-    for rows in batches:
+    for arrays in heldout_batches(corpus, config.data, batch_size=batch_size, rows=rows):
         if stop():
             return None
-        sums = step.evaluate(params, _to_devices(rows, plan), lengths)
+        batch = from_own_rows(rows, arrays, plan.batch_sharding, batch_size)
+        sums = step.evaluate(params, batch, lengths)
         _add(totals, pending)
         pending = sums
     _add(totals, pending)
@@ -349,12 +362,6 @@ def evaluate(
 def _add(totals: dict[str, Any], sums: Mapping[str, jax.Array]) -> None:
     for name, value in jax.device_get(dict(sums)).items():
         totals[name] += value.item()
-
-
-def _to_devices(rows: Batch, plan: Plan) -> dict[str, jax.Array]:
-    """Global arrays of this process's rows; the transfer goes on while the caller does."""
-    make = partial(jax.make_array_from_process_local_data, plan.batch_sharding)
-    return {name: make(array) for name, array in cast(dict[str, np.ndarray], rows).items()}
 
 
 def _scale_of(values: Mapping[str, Any]) -> str:

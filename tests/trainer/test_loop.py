@@ -271,7 +271,6 @@ def test_of_several_processes_the_first_alone_writes(
         Checkpoints(directory / "checkpoints", keep=1) as checkpoints,
     ):
         for index, names in ((1, []), (0, ["config.toml", "metrics.jsonl"])):
-            monkeypatch.setattr(jax, "process_count", lambda: 2)
             monkeypatch.setattr(jax, "process_index", lambda index=index: index)
             with Trainer(plan, step, tokenizer, corpus, checkpoints, directory):
                 pass
