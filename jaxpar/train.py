@@ -12,10 +12,11 @@ from contextlib import ExitStack
 import jax
 
 from jaxpar.checkpoint import Checkpoints, run_directory
-from jaxpar.command_line import FAULT, STOPPED, Stopped, StopSignals, run_command, user_errors
+from jaxpar.command_line import FAULT, STOPPED, StopSignals, run_command, user_errors
 from jaxpar.config import Config
 from jaxpar.data import Tokenizer, declared_vocab_size, make_tokenizer, open_data
 from jaxpar.metrics import make_progress, with_unit
+from jaxpar.parallel.agreement import any_process, heartbeats
 from jaxpar.plan import Plan, make_plan
 from jaxpar.sample import continue_tokens
 from jaxpar.state import TrainState, abstract_state, local_bytes
@@ -27,18 +28,17 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    return run_command("jaxpar.train", __doc__, _train, sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return run_command("jaxpar.train", __doc__, _train, arguments, several_processes=True)
 
 
 def _train(config: Config, flags: Collection[str]) -> int:
     with StopSignals() as signals:
         try:
             return _run(config, signals)
-        except Stopped as stopped:
-            print(f"stopped by {stopped}; nothing is lost, the same command goes on", file=sys.stderr)
-            return STOPPED
         except FloatingPointError as error:
-            print(error, file=sys.stderr)
+            if jax.process_index() == 0:
+                print(error, file=sys.stderr)
             return FAULT
 
 
@@ -56,6 +56,8 @@ def _run(config: Config, signals: StopSignals) -> int:
             assert tokenizer.vocab_size == vocab_size
             prompt = _prompt(config, tokenizer)
             corpus = open_data(config.data, tokenizer, show_progress=show_progress)
+        # From here on the processes wait for each other, which they do in vain if one of them has failed above.
+        with user_errors():
             checkpoints = opened.enter_context(Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep))
             trainer = opened.enter_context(Trainer(plan, step, tokenizer, corpus, checkpoints, directory))
         if is_writer:
@@ -66,10 +68,11 @@ def _run(config: Config, signals: StopSignals) -> int:
                 num_steps=config.train.num_steps,
                 start_step=trainer.start.step,
             )
-        with progress, signals.deferred():
-            state, stopped = trainer.run(progress, signals.stop)
+        with progress, signals.deferred(), heartbeats():
+            state, stopped = trainer.run(progress, any_process(signals.stop))
     if stopped:
-        print(f"the state is saved in {config.run.dir}; the same command goes on", file=sys.stderr)
+        if is_writer:
+            print(f"the state is saved in {config.run.dir}; the same command goes on", file=sys.stderr)
         return STOPPED
     if prompt:
         text = _sample(plan, tokenizer, state, prompt)
