@@ -37,8 +37,8 @@ _OTHERS_SECONDS = 10.0
 _TOGETHER_SECONDS = 120.0
 """What they have after one has ended as it should, or because of the user's error."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
-_GLOO = "[Gloo] Rank "
-"""How lines begin that gloo writes for each group of devices, to say that all are connected."""
+_GLOO = "Expected number of connected peer ranks is"
+"""Of lines that gloo writes for each group of devices, from several threads at once, to say that all are connected."""
 _PROGRAM = ("-u", "-m", "jaxpar.launched")
 """What Python runs in each process; then come this process's id and the command line of the run."""
 
@@ -248,7 +248,7 @@ class _Launcher:
         """Passes on what a process writes, line by line."""
         with source:
             for line in source:
-                if line.startswith(_GLOO):
+                if _GLOO in line:
                     continue
                 text = line.rstrip("\n")
                 child.last_lines.append(text)

@@ -46,19 +46,17 @@ def test_a_process_that_hangs_or_is_killed_is_named_and_the_run_goes_on_bit_by_b
 ) -> None:
     status, _, err = work.run(
         "faults",
-        "distributed.heartbeat_timeout_seconds=6",
+        "distributed.heartbeat_timeout_seconds=5",
         options=("--processes", "2", "--max-restarts", "3"),
-        events={"1": [[1, 6, "SIGSTOP"]], "2": [[1, 3, "SIGKILL"]], "3": [[0, 2, "SIGKILL"]]},
+        events={"1": [[1, 6, "SIGSTOP"]], "2": [[0, 3, "SIGKILL"]]},
     )
     assert status == 0, err
-    hung, killed, first = re.findall(r"^\[launch\] restart .*$", err, re.MULTILINE)
+    hung, killed = re.findall(r"^\[launch\] restart .*$", err, re.MULTILINE)
     assert re.search(
         r"restart 1 of 3 .*: process 0 .* ended with exit status 1: process 1 \(\S+, pid \d+\) hangs: no sign of life",
         hung,
     )
-    assert re.search(r"restart 2 of 3 .*: process 1 \(pid \d+\) was killed by SIGKILL$", killed)
-    assert re.search(r"restart 3 of 3 .*: process 0 \(pid \d+\) was killed by SIGKILL$", first)
-    assert re.search(r"^\[0\] process 1 \(\S+, pid \d+\) has ended; its own output tells why", err, re.MULTILINE)
+    assert re.search(r"restart 2 of 3 .*: process 0 \(pid \d+\) was killed by SIGKILL$", killed)
     assert re.search(r"^\[1\] process 0 \(\S+, pid \d+\) has ended; its own output tells why", err, re.MULTILINE)
     assert work.metrics("faults") == work.metrics("two")
     found, expected = work.state("faults", 12), work.state("two", 12)
@@ -90,18 +88,11 @@ def test_a_preempted_process_stops_all_and_the_run_goes_on_in_another_number_of_
         assert line == pytest.approx(other, rel=1e-4)
 
 
-def test_an_error_of_the_user_is_shown_once(work: Work) -> None:
-    status, _, err = work.run("refused", "parallel.fsdp=3", options=("--processes", "2", "--max-restarts", "2"))
-    assert status == 2
-    (line,) = err.splitlines()
-    assert line.startswith("[0] parallel.data=2 × parallel.fsdp=3 asks for 6 devices, but there are 4;")
-
-
-def test_an_error_of_one_process_ends_all(work: Work) -> None:
-    """Process 0 alone takes the run's lock and writes metrics."""
+def test_a_users_error_in_one_process_ends_all_is_shown_once_and_not_repeated(work: Work) -> None:
+    """Process 0 alone writes metrics."""
     (work.directory / "damaged").mkdir()
     (work.directory / "damaged" / "metrics.jsonl").write_text("no json\nnor this\n")
-    status, _, err = work.run("damaged")
+    status, _, err = work.run("damaged", options=("--processes", "2", "--max-restarts", "2"))
     assert status == 2
     (line,) = err.splitlines()
     assert re.match(r"\[0\] \S*damaged/metrics\.jsonl, line 1, is not a JSON object with a step", line)
