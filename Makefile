@@ -4,18 +4,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+KILLS ?= 30
+SEED ?= 0
 ARGS ?=
 
 # The first that runs, is new enough and can make virtual environments; PYTHON=... names another.
 PYTHONS := $(or $(PYTHON),python3.12 python3.11 python3)
 PROBE := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help venv quickstart test test-deviceless lint format clean
+.PHONY: help venv quickstart test test-deviceless test-slurm test-mpi soak lint format clean
 
 help:
 	@echo "make quickstart    trains a small model on the packaged corpus, on CPU (ARGS=\"KEY=VALUE ...\" changes its configuration)"
 	@echo "make test          format, lint, types, tests and doctests (WORKERS=2 processes)"
 	@echo "make test-deviceless  what is compiled for GPUs that are not here (installs a compiler of 200 MB into .cache)"
+	@echo "make test-slurm    starts a SLURM cluster on this machine and trains on it (Debian: slurm-wlm, munge; root)"
+	@echo "make test-mpi      trains with mpirun (Debian: openmpi-bin)"
+	@echo "make soak          kills training with SIGKILL at 30 random moments, minutes (KILLS=30 SEED=0)"
 	@echo "make lint          format, lint and types only"
 	@echo "make format        rewrites the code in the project's format"
 	@echo "make venv          makes .venv and installs jaxpar with its dev extra (PYTHON=... for another interpreter)"
@@ -59,6 +64,15 @@ test-deviceless: $(STAMP)
 		touch $(DEVICELESS)/$$version; \
 	fi
 	PYTHONPATH=$(DEVICELESS) $(BIN)/python -m pytest tests/deviceless
+
+test-slurm: $(STAMP)
+	$(BIN)/python -m pytest -m slurm tests/slurm
+
+test-mpi: $(STAMP)
+	$(BIN)/python -m pytest -m mpi tests/slurm
+
+soak: $(STAMP)
+	KILLS=$(KILLS) SEED=$(SEED) $(BIN)/python -m pytest -m soak -s tests/processes
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

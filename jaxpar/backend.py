@@ -5,13 +5,38 @@ The entry points call `prepare` before the first device is touched; importing ja
 
 import os
 import re
+from dataclasses import dataclass
 
 import jax
 
 from jaxpar.compiler_flags import VARIABLES, compiler_flags, expected_platform
 from jaxpar.config.schema import ParallelConfig, RuntimeConfig
 
-__all__ = ["has_float8_products", "matrix_product_forms", "prepare", "prepare_host"]
+__all__ = ["Scheduler", "has_float8_products", "matrix_product_forms", "prepare", "prepare_host", "scheduler"]
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """What started this process as one of several; `knows_address` if JAX can find process 0 through it."""
+
+    name: str
+    num_processes: int
+    process_id: int
+    knows_address: bool
+
+
+def scheduler() -> Scheduler | None:
+    """SLURM (in a step: `srun`) or Open MPI (`mpirun`), if one of them started this process.
+
+    Open MPI 5 does not say where process 0 is. JAX asks mpi4py then, from 0.12 on.
+    """
+    found = os.environ
+    if all(f"SLURM_{name}" in found for name in ("JOB_ID", "STEP_NODELIST", "NTASKS", "PROCID", "LOCALID")):
+        return Scheduler("slurm", int(found["SLURM_NTASKS"]), int(found["SLURM_PROCID"]), True)
+    if "OMPI_COMM_WORLD_SIZE" in found and "OMPI_COMM_WORLD_RANK" in found:
+        size, rank = int(found["OMPI_COMM_WORLD_SIZE"]), int(found["OMPI_COMM_WORLD_RANK"])
+        return Scheduler("ompi", size, rank, "OMPI_MCA_orte_hnp_uri" in found)
+    return None
 
 
 def prepare(parallel: ParallelConfig, runtime: RuntimeConfig) -> list[str]:

@@ -18,7 +18,6 @@ from typing import Any, Self
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar.agreement import agreed, failures
 from jaxpar.checkpoint_store import (
     ArrayNotes,
     CheckpointStore,
@@ -28,6 +27,7 @@ from jaxpar.checkpoint_store import (
     brief,
 )
 from jaxpar.digest import digest_arrays
+from jaxpar.parallel.agreement import failures, of_the_first
 from jaxpar.restore import read_arrays
 from jaxpar.state import TrainState
 
@@ -95,7 +95,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a directory, complete or not, the newest first."""
-        return agreed(self.store.steps()[::-1] if self._is_writer else [])
+        return of_the_first(self.store.steps()[::-1] if self._is_writer else [])
 
     def notes(self, step: int) -> Notes:
         """What was saved with the state.
@@ -109,7 +109,7 @@ class Checkpoints:
                 found = {"notes": self.store.notes(step).to_json()}
             except DamagedCheckpointError as error:
                 found = {"error": str(error)}
-        found = agreed(found)
+        found = of_the_first(found)
         if "error" in found:
             raise DamagedCheckpointError(found["error"])
         return Notes.from_json(found["notes"])

@@ -6,11 +6,16 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from types import FrameType, TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from jaxpar.config import Config, ConfigError, dump_toml, help_text, load_config
+
+if TYPE_CHECKING:
+    from jaxpar.member import Member
 
 __all__ = [
     "FAULT",
@@ -32,6 +37,14 @@ INTERRUPTED = 130
 
 _SHOW_CURSOR = b"\x1b[?25h\r\n"
 _REPEATED_SECONDS = 0.5
+_LOST_SECONDS = 3.0
+_LAST_WORD_SECONDS = 0.3
+_LONGEST_REASON = 300
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_USER_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError)
+
+Command = Callable[[Config, Collection[str]], int]
+"""What an entry point does with a configuration and the options; returns the exit status."""
 
 
 class UserError(Exception):
@@ -40,24 +53,32 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turns a ValueError or a missing file inside into a `UserError`: for checks before anything is computed."""
+    """Turns a ValueError or a missing file inside into a `UserError`: for checks before anything is computed.
+
+    Of several processes none goes on if one has such an error.
+    """
+    from jaxpar.parallel.agreement import together
+
     try:
-        yield
-    except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        with together(*_USER_ERRORS):
+            yield
+    except _USER_ERRORS as error:
         raise UserError(str(error)) from error
 
 
 def run_command(
     module: str,
     description: str | None,
-    command: Callable[[Config, Collection[str]], int],
+    command: Command,
     arguments: Sequence[str],
     *,
     flags: Sequence[str] = (),
+    several_processes: bool = False,
 ) -> int:
     """Loads the configuration that `arguments` name, prepares the backend, and runs `command` on it and the options.
 
-    `flags` are the options that the command knows beside --help and --print-config. Returns the exit status.
+    `flags` are the options that the command knows beside --help and --print-config; `several_processes` says whether it
+    can run in several at once. Returns the exit status.
     """
     options = [argument for argument in arguments if argument.startswith("-")]
     rest = [argument for argument in arguments if not argument.startswith("-")]
@@ -74,18 +95,87 @@ def run_command(
         if "--print-config" in options:
             _show(dump_toml(config))
             return 0
-        from jaxpar.backend import prepare
-
-        with user_errors():
-            for line in prepare(config.parallel, config.runtime):
-                print(line, flush=True)
+        if several_processes:
+            return _run_joined(command, config, options)
+        if config.distributed.coordinator_address or config.distributed.num_processes > 1:
+            raise UserError(
+                f"distributed: {module} runs in one process; leave out distributed.coordinator_address and "
+                "distributed.num_processes (parallel.simulated_devices stands in for devices that are not here)"
+            )
+        _prepare(config)
         return command(config, options)
     except (ConfigError, UserError) as error:
         print(error, file=sys.stderr)
         return USER_ERROR
+    except Stopped as stopped:
+        print(f"stopped by {stopped}; nothing is lost, the same command goes on", file=sys.stderr)
+        return STOPPED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _run_joined(command: Command, config: Config, options: Collection[str]) -> int:
+    """Runs the command as one of the run's processes; what ends it alone ends all of them."""
+    from jaxpar.member import Member, RollCallError
+    from jaxpar.parallel.agreement import FailedElsewhereError
+    from jaxpar.processes import joined, local_parallel, placeless
+
+    with ExitStack() as opened:
+        try:
+            with user_errors():
+                member: Member | None = opened.enter_context(joined(config, _end_process))
+        except RollCallError as error:
+            print(error, file=sys.stderr)
+            return FAULT
+        try:
+            with user_errors():
+                local = config if member is None else local_parallel(config, member.count)
+            _prepare(local, is_shown=member is None or member.index == 0)
+            return command(placeless(config), options)
+        except FailedElsewhereError:
+            return USER_ERROR
+        except UserError as error:
+            print(error, file=sys.stderr)
+            return USER_ERROR
+        except BaseException as error:
+            if member is not None:
+                _end_all(member, error)
+            raise
+
+
+def _end_all(member: "Member", error: BaseException) -> None:
+    """Ends all processes of the run, because this one cannot go on."""
+    if isinstance(error, Stopped):
+        member.end_all(STOPPED, f"{member.name} was stopped by {error}; nothing is lost, the same command goes on")
+    if isinstance(error, KeyboardInterrupt):
+        member.end_all(INTERRUPTED, f"{member.name} was interrupted")
+    # If another process is lost, its end is the reason, and what follows from it is not worth a traceback.
+    if not member.wait_for_end(_LOST_SECONDS):
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        why = f"{member.name} failed: {type(error).__name__}: {error}".splitlines()[0]
+        member.end_all(FAULT, why[:_LONGEST_REASON], is_said=True)
+
+
+def _prepare(config: Config, *, is_shown: bool = True) -> None:
+    from jaxpar.backend import prepare
+
+    with user_errors():
+        lines = prepare(config.parallel, config.runtime)
+    if is_shown:
+        print(*lines, sep="\n", end="\n" * bool(lines), flush=True)
+
+
+def _end_process(status: int, why: str) -> None:
+    """Ends this process, from whatever thread, with a last word."""
+    if why:
+        print(why, file=sys.stderr, flush=True)
+    # The process that is lost ends first, so that who watches them all sees which one it was.
+    time.sleep(_LAST_WORD_SECONDS)
+    if os.isatty(1):
+        os.write(1, _SHOW_CURSOR)
+    os._exit(status)
 
 
 def _show(text: str) -> None:
@@ -101,7 +191,7 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """Takes SIGINT (Ctrl-C) and SIGTERM while it is entered, in the main thread.
+    """Takes SIGINT (Ctrl-C), SIGTERM and SIGUSR1 (preemption) while it is entered, in the main thread.
 
     The first one raises `Stopped`, or inside `deferred()` is only noted in `received`. A further Ctrl-C ends the
     process at once. A thread reads the signals from a pipe, since Python itself runs handlers between two of its own
@@ -117,7 +207,7 @@ class StopSignals:
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         self._previous_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._previous = {number: signal.signal(number, self._handle) for number in _STOPS}
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.agreement import agreed
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.checkpoint_store import DamagedCheckpointError, Notes
 from jaxpar.config import Config, changed_keys, dump_toml, parse_config
 from jaxpar.config.credentials import masked
 from jaxpar.data import Tokenizer
 from jaxpar.optim import Optimizer, learning_rates, make_schedule
+from jaxpar.parallel.agreement import of_the_first
 from jaxpar.plan import Plan
 from jaxpar.state import TrainState, abstract_state, init_state, unpadded_shapes
 
@@ -36,6 +36,7 @@ _MAY_CHANGE: dict[str, str] = {
     "runtime": _LAYOUT,
     "logging": _RECORDED,
     "hardware": _RECORDED,
+    "distributed": _RECORDED,
     "evaluation": _RECORDED,
     "checkpoint": _RECORDED,
     "data.cache_dir": _RECORDED,
@@ -87,7 +88,7 @@ def find_start(
     where = f"run.dir={plan.config.run.dir!r}"
     steps = checkpoints.steps()
     if not steps:
-        if agreed(saved_before):
+        if of_the_first(saved_before):
             raise ValueError(
                 f"{where} holds a run that saved checkpoints, but there are none in {checkpoints.store}; set "
                 "checkpoint.directory to where they are, or choose another run.dir"

@@ -22,6 +22,7 @@ from flax import nnx
 
 from jaxpar.optim import Optimizer, learning_rates, make_schedule
 from jaxpar.parallel.accumulation import accumulated
+from jaxpar.parallel.dispatch import one_at_a_time
 from jaxpar.parallel.loss import LossSettings, LossSums, cross_entropy
 from jaxpar.parallel.offload import gradient_proxies
 from jaxpar.parallel.reduction import on_own_batch, summed_over_devices
@@ -88,17 +89,19 @@ class Step:
             return {"nats": sums.negative_log_likelihood, "tokens": mask.sum(), "bytes": num_bytes}
 
         batch_shardings = dict.fromkeys(_BATCH_DTYPES, plan.batch_sharding)
-        self.train = jax.jit(
+        train = jax.jit(
             train,
             in_shardings=(self.shardings, batch_shardings),
             out_shardings=(self.shardings, plan.replicated),
             donate_argnums=0,
         )
-        self.evaluate = jax.jit(
+        evaluate = jax.jit(
             evaluate,
             in_shardings=(self.shardings.evaluated(config), batch_shardings, plan.replicated),
             out_shardings=plan.replicated,
         )
+        self.train = one_at_a_time(train, plan.mesh)
+        self.evaluate = one_at_a_time(evaluate, plan.mesh)
 
 
 def make_gradients(plan: Plan) -> Gradients:

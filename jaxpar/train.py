@@ -12,14 +12,14 @@ from contextlib import ExitStack, contextmanager
 
 import jax
 
-from jaxpar.agreement import all_or_none
 from jaxpar.checkpoint import SaveFailedError, SaveTimeoutError, open_checkpoints
 from jaxpar.checkpoint_store import Retention
-from jaxpar.command_line import FAULT, STOPPED, Stopped, StopSignals, run_command, user_errors
+from jaxpar.command_line import FAULT, STOPPED, StopSignals, run_command, user_errors
 from jaxpar.config import Config
 from jaxpar.data import Tokenizer, declared_vocab_size, make_tokenizer, open_data
 from jaxpar.events import Events
 from jaxpar.metrics import make_progress, with_unit
+from jaxpar.parallel.agreement import any_process, heartbeats
 from jaxpar.plan import Plan, make_plan
 from jaxpar.run_directory import run_directory
 from jaxpar.sample import continue_tokens
@@ -32,22 +32,21 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    return run_command("jaxpar.train", __doc__, _train, sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return run_command("jaxpar.train", __doc__, _train, arguments, several_processes=True)
 
 
 def _train(config: Config, flags: Collection[str]) -> int:
     with StopSignals() as signals:
         try:
             return _run(config, signals)
-        except Stopped as stopped:
-            print(f"stopped by {stopped}; nothing is lost, the same command goes on", file=sys.stderr)
-            return STOPPED
         except SaveTimeoutError as error:
             print(error, file=sys.stderr, flush=True)
             # Not by way of Python's own end, which waits for threads; one of them is at that save.
             os._exit(FAULT)
         except (FloatingPointError, SaveFailedError) as error:
-            print(error, file=sys.stderr)
+            if jax.process_index() == 0:
+                print(error, file=sys.stderr)
             return FAULT
 
 
@@ -60,16 +59,17 @@ def _run(config: Config, signals: StopSignals) -> int:
             vocab_size = declared_vocab_size(config.data)
             plan = make_plan(config, jax.devices(), vocab_size)
             step = Step(plan)
-            with all_or_none():
-                directory = opened.enter_context(run_directory(config.run.dir, is_writer=is_writer))
-                events = opened.enter_context(Events(directory.path / "events.jsonl" if is_writer else None))
-                opened.enter_context(_faults_recorded(events))
-                if directory.left_by:
-                    events.record("stale lock", text=f"left by {directory.left_by}")
-                tokenizer = make_tokenizer(config.data, show_progress=show_progress)
-                assert tokenizer.vocab_size == vocab_size
-                prompt = _prompt(config, tokenizer)
-                corpus = open_data(config.data, tokenizer, show_progress=show_progress)
+            directory = opened.enter_context(run_directory(config.run.dir, is_writer=is_writer))
+            events = opened.enter_context(Events(directory.path / "events.jsonl" if is_writer else None))
+            opened.enter_context(_faults_recorded(events))
+            if directory.left_by:
+                events.record("stale lock", text=f"left by {directory.left_by}")
+            tokenizer = make_tokenizer(config.data, show_progress=show_progress)
+            assert tokenizer.vocab_size == vocab_size
+            prompt = _prompt(config, tokenizer)
+            corpus = open_data(config.data, tokenizer, show_progress=show_progress)
+        # From here on the processes wait for each other, which they do in vain if one of them has failed above.
+        with user_errors():
             checkpoints = opened.enter_context(
                 open_checkpoints(
                     config.checkpoint.directory or str((directory.path / "checkpoints").absolute()),
@@ -89,10 +89,11 @@ def _run(config: Config, signals: StopSignals) -> int:
             )
         if directory.left_by and is_writer:
             print(f"recovered the lock of a run that did not end by itself ({directory.left_by})", flush=True)
-        with progress, signals.deferred():
-            state, stopped = trainer.run(progress, signals.stop)
+        with progress, signals.deferred(), heartbeats():
+            state, stopped = trainer.run(progress, any_process(signals.stop))
     if stopped:
-        print(f"the state is saved in {config.run.dir}; the same command goes on", file=sys.stderr)
+        if is_writer:
+            print(f"the state is saved in {config.run.dir}; the same command goes on", file=sys.stderr)
         return STOPPED
     if prompt:
         text = _sample(plan, tokenizer, state, prompt)

@@ -12,22 +12,22 @@ import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import jax
 import numpy as np
 
-from jaxpar.agreement import agreed, all_or_none
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.checkpoint_store import Notes
 from jaxpar.config import parse_config
-from jaxpar.data import Batch, Corpus, Tokenizer, heldout_batches, train_batches
+from jaxpar.data import Corpus, Tokenizer, heldout_batches, train_batches
 from jaxpar.events import Events
 from jaxpar.metrics import Progress, Throughput, Writer, find_peak, make_writers, transformer_flops_per_token
+from jaxpar.parallel.agreement import of_the_first
+from jaxpar.parallel.feeding import from_own_rows, own_rows
 from jaxpar.plan import Plan
 from jaxpar.resume import find_start, stored_config
 from jaxpar.run_directory import write_whole
@@ -67,19 +67,19 @@ class Trainer:
         self._byte_lengths = np.zeros(plan.padded_vocab_size, np.int32)
         self._byte_lengths[: tokenizer.vocab_size] = tokenizer.token_byte_lengths()
         self._config, self._tokenizer_digest = stored_config(config), tokenizer.digest
-        lost = agreed((run_dir / "metrics.jsonl").exists()) and not self.start.step
+        lost = of_the_first((run_dir / "metrics.jsonl").exists()) and not self.start.step
         self._messages = (*self.start.messages, *([_NO_CHECKPOINT] if lost else []))
-        self._evaluated = agreed(_has_evaluation(run_dir / "metrics.jsonl", self.start.step))
+        self._evaluated = of_the_first(_has_evaluation(run_dir / "metrics.jsonl", self.start.step))
+        self._rows = own_rows(plan.batch_sharding, config.train.batch_size, config.data.sequence_length)
         self._writers: list[Writer] = []
-        with ExitStack() as opened, all_or_none():
+        with ExitStack() as opened:
             self._batches = train_batches(
                 corpus,
                 config.data,
                 batch_size=config.train.batch_size,
                 seed=config.run.seed,
                 start_step=self.start.step,
-                process_index=jax.process_index(),
-                process_count=jax.process_count(),
+                rows=self._rows,
             )
             opened.callback(self._batches.close)
             if jax.process_index() == 0:
@@ -146,7 +146,7 @@ class Trainer:
     ) -> tuple[TrainState, bool]:
         checkpoint, num_steps, number = self.plan.config.checkpoint, self.plan.config.train.num_steps, self.start.step
         pending: tuple[int, Mapping[str, jax.Array]] | None = None
-        batch = _to_devices(next(self._batches), self.plan)
+        batch = self._next_batch()
         guard = "allow"
         while True:
             number += 1
@@ -154,7 +154,7 @@ class Trainer:
             with jax.transfer_guard(guard):
                 state, metrics = self.step.train(state, batch)
                 if not last:
-                    batch = _to_devices(next(self._batches), self.plan)
+                    batch = self._next_batch()
                 self._report(pending, progress, meter)
             pending, guard = (number, metrics), "disallow"
             stopping = stop()
@@ -177,6 +177,11 @@ class Trainer:
             if stopping or last:
                 return state, not last or values is None
             meter.resume(time.monotonic())
+
+    def _next_batch(self) -> dict[str, jax.Array]:
+        return from_own_rows(
+            self._rows, next(self._batches), self.plan.batch_sharding, self.plan.config.train.batch_size
+        )
 
     def _evaluation_is_due(self, step: int) -> bool:
         every = self.plan.config.evaluation.every_steps
@@ -314,20 +319,16 @@ def evaluate(
     for.
     """
     config = plan.config
-    batches = heldout_batches(
-        corpus,
-        config.data,
-        batch_size=config.evaluation.batch_size or config.train.batch_size,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-    )
+    batch_size = config.evaluation.batch_size or config.train.batch_size
+    rows = own_rows(plan.batch_sharding, batch_size, config.data.sequence_length)
     lengths = jax.device_put(byte_lengths, plan.replicated)
     totals = {"nats": 0.0, "tokens": 0, "bytes": 0}
     pending: Mapping[str, jax.Array] = {}
-    for rows in batches:
+    for arrays in heldout_batches(corpus, config.data, batch_size=batch_size, rows=rows):
         if stop():
             return None
-        sums = step.evaluate(params, _to_devices(rows, plan), lengths)
+        batch = from_own_rows(rows, arrays, plan.batch_sharding, batch_size)
+        sums = step.evaluate(params, batch, lengths)
         _add(totals, pending)
         pending = sums
     _add(totals, pending)
@@ -342,12 +343,6 @@ def evaluate(
 def _add(totals: dict[str, Any], sums: Mapping[str, jax.Array]) -> None:
     for name, value in jax.device_get(dict(sums)).items():
         totals[name] += value.item()
-
-
-def _to_devices(rows: Batch, plan: Plan) -> dict[str, jax.Array]:
-    """Global arrays of this process's rows; the transfer goes on while the caller does."""
-    make = partial(jax.make_array_from_process_local_data, plan.batch_sharding)
-    return {name: make(array) for name, array in cast(dict[str, np.ndarray], rows).items()}
 
 
 def _scale_of(values: Mapping[str, Any]) -> str:

@@ -32,7 +32,7 @@ every_steps = 2
 # One of several processes: it saves a state as of steps 2 and 4, and looks for where to go on. The second process
 # cannot read step 4.
 _PROCESS = """
-import dataclasses, json, pathlib, sys
+import contextlib, dataclasses, json, os, pathlib, sys
 import jax
 index, count, address, devices, cache, *overrides = sys.argv[1:]
 index, count, devices = int(index), int(count), int(devices)
@@ -40,13 +40,12 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", devices)
 jax.config.update("jax_compilation_cache_dir", cache)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-if count > 1:
-    jax.distributed.initialize(address, count, index)
 from jaxpar import checkpoint
 from jaxpar.checkpoint_store import DamagedCheckpointError, Notes, Retention
 from jaxpar.config import load_config
 from jaxpar.data import make_tokenizer
 from jaxpar.plan import make_plan
+from jaxpar.processes import joined, placeless
 from jaxpar.resume import find_start, stored_config
 from jaxpar.state import abstract_state, init_state, optimizer_of, unpadded_shapes
 
@@ -57,7 +56,11 @@ def read_arrays(store, step, abstract):
     return original(store, step, abstract)
 checkpoint.read_arrays = read_arrays
 
-config = load_config("run.toml", overrides)
+place = [f'distributed.coordinator_address="{address}"', f"distributed.num_processes={count}"]
+config = load_config("run.toml", [*overrides, *place, f"distributed.process_id={index}"])
+entered = contextlib.ExitStack()
+entered.enter_context(joined(config, lambda status, why: os._exit(status)))
+config = placeless(config)
 plan = make_plan(config, jax.devices(), 257)
 optimizer = optimizer_of(plan)
 tokenizer = make_tokenizer(config.data, show_progress=False)
@@ -78,6 +81,7 @@ with checkpoint.open_checkpoints(directory, Retention(3), timeout_seconds=60, re
             ), extents)
             opened.finish()
     start = find_start(plan, optimizer, tokenizer, opened, saved_before=False, record=record)
+entered.close()
 print(json.dumps({"step": start.step, "messages": start.messages, "events": events}))
 """
 

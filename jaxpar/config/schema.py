@@ -242,7 +242,7 @@ class ParallelConfig(Section):
     """Gradients that are summed after the last microbatch are sent together up to this many bytes, and on accelerators
     other small arrays too; 0 sends each alone."""
     simulated_devices: NonNegative = 0
-    """Simulate this many devices on the CPU; 0 uses the devices there are."""
+    """Simulate this many devices on the CPU, all processes of the run together; 0 uses the devices there are."""
 
 
 class PrecisionConfig(Section):
@@ -375,6 +375,28 @@ class HardwareConfig(Section):
     device."""
 
 
+class DistributedConfig(Section):
+    """How the processes of one run find each other. `python -m jaxpar.launch` sets what it must, SLURM and Open MPI are
+    recognised; which process has which place (all keys but the timeouts) is not stored with the run."""
+
+    detect: Literal["auto", "off", "slurm", "ompi", "mpi4py", "k8s", "tpu"] = "auto"
+    """Where the keys that are not set come from, found by JAX: "auto" asks SLURM or Open MPI if one of them started the
+    process; "k8s" needs the package kubernetes and the right to read pods; "off" asks nobody."""
+    coordinator_address: str = ""
+    """HOST:PORT at which process 0 waits for the others; empty takes what is detected."""
+    num_processes: NonNegative = 0
+    """Processes of the run; 0 takes what is detected."""
+    process_id: Annotated[int, Field(ge=-1)] = -1
+    """Number of this process, from 0; -1 takes what is detected."""
+    local_device_ids: tuple[NonNegative, ...] = Field(default=(), strict=False)
+    """GPUs of the host that are this process's; empty takes what is detected, else all."""
+    initialization_timeout_seconds: Positive = 300
+    """How long the processes wait for each other at the start; then the missing ones are named, and the run ends."""
+    heartbeat_timeout_seconds: Positive = 600
+    """A process whose loop gives no sign of life for so long hangs: it is named, and the run ends. Must be longer than
+    the longest step, compilation and save."""
+
+
 class RuntimeConfig(Section):
     """What must be set before JAX starts; printed by the command line, ignored when jaxpar is used as a library."""
 
@@ -409,4 +431,5 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     hardware: HardwareConfig = HardwareConfig()
+    distributed: DistributedConfig = DistributedConfig()
     runtime: RuntimeConfig = RuntimeConfig()

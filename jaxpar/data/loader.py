@@ -1,6 +1,6 @@
 """Batches through Grain, as a pure function of (seed, step)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,7 +13,6 @@ from jaxpar.data.opening import Corpus
 from jaxpar.data.packing import Batch, blank_row, num_full_windows, num_windows, pack_window, stack_rows
 from jaxpar.data.sources import nothing_left
 from jaxpar.data.streams import TokenStream
-from jaxpar.multiples import nearest_multiples
 
 __all__ = ["TrainBatches", "heldout_batches", "train_batches"]
 
@@ -24,7 +23,7 @@ _NUM_ROWS = 1 << 53
 
 
 class TrainBatches(Iterator[Batch]):
-    """An endless iterator over one process's rows of each batch; `batch_at` gives any of them by its step."""
+    """An endless iterator over a process's rows of each batch; `batch_at` gives those of any step."""
 
     def __init__(self, dataset: grain.MapDataset, start_step: int, prefetch: int) -> None:
         options = grain.ReadOptions(num_threads=min(prefetch, _MAX_THREADS), prefetch_buffer_size=prefetch)
@@ -50,19 +49,17 @@ def train_batches(
     batch_size: int,
     seed: int,
     start_step: int,
-    process_index: int,
-    process_count: int,
+    rows: Sequence[int],
 ) -> TrainBatches:
-    """Return the training batches of `batch_size` rows from step `start_step` on, this process's block of each.
+    """Return the training batches of `batch_size` rows from step `start_step` on, and of each only `rows`.
 
     Each source is shuffled without repetition within an epoch, differently in each epoch, and repeated on its own; the
-    sources are mixed by their weights. A batch depends on the seed, the step and `batch_size` alone: the blocks of all
-    processes, in their order, are the batch of one process.
+    sources are mixed by their weights. A row depends on the seed, the step, `batch_size` and its place in the batch
+    alone, and no other is read.
 
     Raises:
-      ValueError: a source has less than one sequence, or `batch_size` cannot be split over the processes.
+      ValueError: a source has less than one sequence.
     """
-    rows = _block(batch_size, process_index, process_count)
     shares = integer_shares([source.weight for source in config.sources])
     sources = []
     for index, stream in enumerate(corpus.train):
@@ -71,23 +68,19 @@ def train_batches(
         shuffle_seed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
         windows = _Windows(stream, config.sequence_length, config.document_boundaries == "respect")
         sources.append(grain.MapDataset.source(windows).shuffle(seed=shuffle_seed).repeat())
-    order = _Order(shares, batch_size, rows.start, len(rows))
+    order = _Order(shares, batch_size, tuple(rows))
     dataset = grain.MapDataset.select_from_datasets(sources, order).batch(len(rows), batch_fn=stack_rows)
     return TrainBatches(dataset, start_step, config.prefetch)
 
 
 def heldout_batches(
-    corpus: Corpus, config: schema.DataConfig, *, batch_size: int, process_index: int, process_count: int
+    corpus: Corpus, config: schema.DataConfig, *, batch_size: int, rows: Sequence[int]
 ) -> Iterator[Batch]:
-    """Return batches that hold the whole held-out set once, in order; this process's block of rows of each.
+    """Return batches of `batch_size` rows that hold the whole held-out set once, in order; of each only `rows`.
 
     Incomplete windows and the last batch are padded and masked, so that every process has equally many batches. There
     are none if nothing is held out.
-
-    Raises:
-      ValueError: `batch_size` cannot be split over the processes.
     """
-    block = _block(batch_size, process_index, process_count)
     length = config.sequence_length
     first_rows = np.cumsum([0, *(num_windows(stream.num_tokens, length) for stream in corpus.heldout)])
     num_rows = int(first_rows[-1])
@@ -103,7 +96,7 @@ def heldout_batches(
             respect_boundaries=config.document_boundaries == "respect",
         )
 
-    return (stack_rows([row(first + i) for i in block]) for first in range(0, num_rows, batch_size))
+    return (stack_rows([row(first + i) for i in rows]) for first in range(0, num_rows, batch_size))
 
 
 @dataclass(frozen=True)
@@ -127,30 +120,17 @@ class _Order(grain.transforms.DatasetSelectionMap):
     Grain's own mixing rounds the weights; this one is exact.
     """
 
-    def __init__(self, shares: tuple[int, ...], batch_size: int, first_row: int, num_rows: int) -> None:
+    def __init__(self, shares: tuple[int, ...], batch_size: int, rows: tuple[int, ...]) -> None:
         self._shares = shares
         self._batch_size = batch_size
-        self._first_row = first_row
-        self._num_rows = num_rows
+        self._rows = rows
 
     def __len__(self) -> int:
         return _NUM_ROWS
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        step, row = divmod(index, self._num_rows)
-        return locate(step * self._batch_size + self._first_row + row, self._shares)
-
-
-def _block(batch_size: int, process_index: int, process_count: int) -> range:
-    """Return the rows of a batch that are a process's."""
-    assert 0 <= process_index < process_count
-    if batch_size % process_count:
-        raise ValueError(
-            f"a batch of {batch_size} sequences (train.batch_size or evaluation.batch_size) must be a multiple of the "
-            f"{process_count} processes; nearest legal values: {nearest_multiples(batch_size, process_count)}"
-        )
-    num_rows = batch_size // process_count
-    return range(process_index * num_rows, (process_index + 1) * num_rows)
+        step, place = divmod(index, len(self._rows))
+        return locate(step * self._batch_size + self._rows[place], self._shares)
 
 
 def _check_length(stream: TokenStream, heldout: TokenStream, index: int, config: schema.DataConfig) -> None:

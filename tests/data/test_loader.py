@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.config import schema
-from jaxpar.data import heldout_batches, make_tokenizer, open_data, train_batches
+from jaxpar.data import heldout_batches, loader, make_tokenizer, open_data, train_batches
 
 
 def data_config(tmp_path, sources=(range(40),), weights=(1.0,), **changes):
@@ -27,22 +27,18 @@ def open_corpus(config):
     return open_data(config, make_tokenizer(config, show_progress=False), show_progress=False)
 
 
-def train(corpus, config, *, batch_size=4, seed=0, start_step=0, process_index=0, process_count=1):
-    return train_batches(
-        corpus,
-        config,
-        batch_size=batch_size,
-        seed=seed,
-        start_step=start_step,
-        process_index=process_index,
-        process_count=process_count,
-    )
+def train(corpus, config, *, batch_size=4, seed=0, start_step=0, rows=None):
+    rows = range(batch_size) if rows is None else rows
+    return train_batches(corpus, config, batch_size=batch_size, seed=seed, start_step=start_step, rows=rows)
 
 
-def heldout(corpus, config, batch_size, process_index=0, process_count=1):
-    return list(
-        heldout_batches(corpus, config, batch_size=batch_size, process_index=process_index, process_count=process_count)
-    )
+def heldout(corpus, config, batch_size, rows=None):
+    rows = range(batch_size) if rows is None else rows
+    return list(heldout_batches(corpus, config, batch_size=batch_size, rows=rows))
+
+
+PARTS = [[range(3), range(3, 6)], [(0, 3), (1, 4), (2, 5)], [(i,) for i in range(6)]]
+"""Rows of a batch of six that processes may have: side by side, or as a mesh's order scatters them."""
 
 
 def assert_same(batch, other):
@@ -124,18 +120,36 @@ def test_batches_straddle_epochs_without_loss(tmp_path):
     assert epochs[0] == epochs[1] == epochs[2] == epochs[3]
 
 
-@pytest.mark.parametrize("process_count", [2, 3, 6])
-def test_blocks_of_all_processes_are_the_batch_of_one(tmp_path, process_count):
+@pytest.mark.parametrize("rows", PARTS, ids=len)
+def test_rows_of_all_processes_are_the_batch_of_one(tmp_path, rows):
     config = data_config(tmp_path, sources=(range(30), range(20)), weights=(2.0, 1.0))
     corpus = open_corpus(config)
     whole = train(corpus, config, batch_size=6)
-    parts = [
-        train(corpus, config, batch_size=6, process_index=i, process_count=process_count) for i in range(process_count)
-    ]
+    parts = [train(corpus, config, batch_size=6, rows=part) for part in rows]
     for step in (0, 1, 99):
-        blocks = [part.batch_at(step) for part in parts]
-        assert all(len(block["tokens"]) == 6 // process_count for block in blocks)
-        assert_same(joined(blocks), whole.batch_at(step))
+        for part, own in zip(parts, rows, strict=True):
+            assert_same(part.batch_at(step), {key: array[list(own)] for key, array in whole.batch_at(step).items()})
+
+
+def test_only_the_rows_that_are_asked_for_are_read(tmp_path, monkeypatch):
+    config = data_config(tmp_path, prefetch=0)
+    corpus = open_corpus(config)
+    read = []
+    original = loader.pack_window
+    monkeypatch.setattr(
+        loader,
+        "pack_window",
+        lambda stream, index, *rest, **keys: read.append(index) or original(stream, index, *rest, **keys),
+    )
+    everything, own = train(corpus, config, batch_size=6), train(corpus, config, batch_size=6, rows=(1, 4))
+    everything.batch_at(3)
+    whole = read.copy()
+    read.clear()
+    own.batch_at(3)
+    assert read == [whole[1], whole[4]]
+    read.clear()
+    assert heldout(corpus, config, 6, rows=(1, 4))
+    assert {index % 6 for index in read} == {1, 4}
 
 
 def test_mixtures_have_the_weights_shares_and_repeat_each_source_on_its_own(tmp_path):
@@ -155,15 +169,16 @@ def test_mixtures_have_the_weights_shares_and_repeat_each_source_on_its_own(tmp_
 
 
 @pytest.mark.parametrize("boundaries", ["respect", "ignore"])
-@pytest.mark.parametrize("process_count", [1, 2, 3])
-def test_evaluation_counts_the_whole_held_out_set_once(tmp_path, boundaries, process_count):
+@pytest.mark.parametrize("rows", [[range(6)], *PARTS[:2]], ids=len)
+def test_evaluation_counts_the_whole_held_out_set_once(tmp_path, boundaries, rows):
     config = data_config(
         tmp_path, sources=(range(30), range(17)), weights=(1.0, 5.0), document_boundaries=boundaries, holdout_every=3
     )
     corpus = open_corpus(config)
-    parts = [heldout(corpus, config, 6, i, process_count) for i in range(process_count)]
+    parts = [heldout(corpus, config, 6, part) for part in rows]
     assert len({len(part) for part in parts}) == 1
-    batches = [joined(blocks) for blocks in zip(*parts, strict=True)]
+    order = np.argsort(np.concatenate([np.array(part) for part in rows]))
+    batches = [{key: array[order] for key, array in joined(blocks).items()} for blocks in zip(*parts, strict=True)]
     assert all(batch["tokens"].shape == (6, 8) for batch in batches)
     seen = joined(batches)
     assert (~seen["loss_mask"][seen["segment_ids"] == 0]).all()
@@ -200,15 +215,3 @@ def test_nothing_left_to_train_on(tmp_path):
         ValueError, match=r"data\.sources\[0\] has nothing to train on: data\.holdout_every=10 .* its 1 doc"
     ):
         train(open_corpus(config), config)
-
-
-def test_batches_that_cannot_be_split(tmp_path):
-    config = data_config(tmp_path)
-    corpus = open_corpus(config)
-    message = r"a batch of 7 sequences .* must be a multiple of the 3 processes; nearest legal values: 6, 9$"
-    with pytest.raises(ValueError, match=message):
-        train(corpus, config, batch_size=7, process_count=3)
-    with pytest.raises(ValueError, match=message):
-        heldout(corpus, config, 7, process_count=3)
-    with pytest.raises(ValueError, match=r"nearest legal values: 3$"):
-        train(corpus, config, batch_size=1, process_count=3)

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental import multihost_utils
 
 from jaxpar.checkpoint import open_checkpoints
 from jaxpar.checkpoint_store import Notes, Retention
@@ -281,9 +280,6 @@ def test_of_several_processes_the_first_alone_writes(
         open_checkpoints(str(directory.path / "checkpoints"), Retention(1), timeout_seconds=60) as checkpoints,
     ):
         for index, names in ((1, []), (0, ["config.toml", "metrics.jsonl"])):
-            monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: np.stack([x, x]))
-            monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda x: x)
-            monkeypatch.setattr(jax, "process_count", lambda: 2)
             monkeypatch.setattr(jax, "process_index", lambda index=index: index)
             with Trainer(plan, step, tokenizer, corpus, checkpoints, directory.path, Events(None)):
                 pass
