@@ -124,10 +124,12 @@ class Trainer:
             state = self._initial_state()
             if number and self._evaluation_is_due(number) and not self._evaluated:
                 self._evaluated = self._evaluate(number, state, progress, stop) is not None
-            stopped = stop()
             if number < num_steps:
+                # `stop` is a sign of life, and who has given one is watched: it comes after compiling.
                 progress.message("compiling the step ...")
                 state, stopped = self._loop(state, progress, meter, stop)
+            else:
+                stopped = stop()
         self.events.record("end", step=int(state.step), stopped=stopped)
         return state, stopped
 
