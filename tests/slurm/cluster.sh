@@ -25,7 +25,8 @@ SlurmctldHost=$host(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=$directory/munge/socket
+# A job that is queued again starts when its old credentials have expired: two minutes, unless it is said otherwise.
+AuthInfo=socket=$directory/munge/socket,cred_expire=10
 CredType=cred/munge
 SlurmctldPort=$controller_port
 SlurmdPort=$node_port

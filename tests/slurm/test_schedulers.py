@@ -97,7 +97,7 @@ def test_slurm_starts_the_processes_of_one_run(cluster: dict[str, str], tmp_path
 def test_a_preempted_job_saves_queues_again_and_goes_on(cluster: dict[str, str], tmp_path: Path) -> None:
     """SIGUSR1 to the tasks, as --signal and preemption send it; the second time the run is let end."""
     run = tmp_path / "run"
-    job = Job(tmp_path, cluster, *TINY, "run.dir=run", "train.num_steps=3000", "checkpoint.every_steps=0")
+    job = Job(tmp_path, cluster, *TINY, "run.dir=run", "train.num_steps=800", "checkpoint.every_steps=0")
     _wait("there are steps", lambda: len(_steps(run)) >= 3)
     job.command("scancel", "--signal=USR1", job.number)
     _wait("it is queued again", lambda: job.restarts() == 1)
@@ -105,9 +105,9 @@ def test_a_preempted_job_saves_queues_again_and_goes_on(cluster: dict[str, str],
     log = job.log.read_text()
     assert job.state() == "COMPLETED", log
     assert "exit status 75: the job queues again (restart 1)" in log
-    (stopped,) = re.findall(r"0: stopped after step (\d+) of 3000", log)
-    assert f"0: continuing after step {stopped} of 3000" in log
-    assert _steps(run) == list(range(1, 3001))
+    (stopped,) = re.findall(r"0: stopped after step (\d+) of 800", log)
+    assert f"0: continuing after step {stopped} of 800" in log
+    assert _steps(run) == list(range(1, 801))
 
 
 @pytest.mark.slurm
