@@ -43,13 +43,13 @@ def digest_arrays(arrays: Mapping[str, jax.Array], extents: Mapping[str, Extent]
     Every process of a run must call this, and all get the same.
     """
     on_device = {path: array for path, array in arrays.items() if not is_on_host(array.sharding)}
-    sums = _sums_of_all(tuple(on_device.values()), tuple(extents[path] for path in on_device))
-    found = dict(zip(on_device, jax.device_get(sums), strict=True))
+    sums = _computed(tuple(on_device.values()), tuple(extents[path] for path in on_device))
+    found = dict(zip(on_device, sums, strict=True))
     for path, array in arrays.items():
         if path not in found:
             # One after the other: together they may not fit.
             moved = jax.device_put(array, array.sharding.with_memory_kind("device"))
-            (found[path],) = jax.device_get(_sums_of_all((moved,), (extents[path],)))
+            (found[path],) = _computed((moved,), (extents[path],))
     return {path: _digest(found[path]) for path in arrays}
 
 
@@ -71,6 +71,11 @@ def digest_blocks(blocks: Iterable[tuple[int, np.ndarray]], extent: Extent) -> D
             shape = (*block.shape, 2) if itemsize == 8 else block.shape
             sums += _sums(np, words.reshape(shape), _extent_of(itemsize, extent), start)
     return _digest(sums)
+
+
+def _computed(arrays: tuple[jax.Array, ...], extents: tuple[Extent, ...]) -> list[np.ndarray]:
+    # Waits for all of this process's devices: `jaxpar.parallel.dispatch.one_at_a_time` says why.
+    return jax.device_get(jax.block_until_ready(_sums_of_all(arrays, extents)))
 
 
 @partial(jax.jit, static_argnames="extents")

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.checkpoint_store import DamagedCheckpointError, Notes
@@ -19,6 +20,7 @@ from jaxpar.config.credentials import masked
 from jaxpar.data import Tokenizer
 from jaxpar.optim import Optimizer, learning_rates, make_schedule
 from jaxpar.parallel.agreement import of_the_first
+from jaxpar.parallel.dispatch import one_at_a_time
 from jaxpar.plan import Plan
 from jaxpar.state import TrainState, abstract_state, init_state, unpadded_shapes
 
@@ -208,10 +210,12 @@ def _with_new_padding(
     """The state with a new run's values where the vocabulary is padded; those have no gradient and no logits."""
     restored, new = state.by_path(), init_state(plan, optimizer).by_path()
     padded = {path: array for path, array in restored.items() if extents[path] != array.shape}
-    return state.with_arrays(restored | {path: _merged(padded[path], new[path], extents[path]) for path in padded})
+    return state.with_arrays(
+        restored | {path: _merged(padded[path], new[path], extents[path], plan.mesh) for path in padded}
+    )
 
 
-def _merged(restored: jax.Array, new: jax.Array, extent: tuple[int, ...]) -> jax.Array:
+def _merged(restored: jax.Array, new: jax.Array, extent: tuple[int, ...], mesh: Mesh) -> jax.Array:
     def merge(restored: jax.Array, new: jax.Array) -> jax.Array:
         places = jnp.indices(restored.shape, sparse=True)
         inside = [place < size for place, size in zip(places, extent, strict=True)]
@@ -223,4 +227,5 @@ def _merged(restored: jax.Array, new: jax.Array, extent: tuple[int, ...]) -> jax
     sharding = restored.sharding
     on_device = sharding.with_memory_kind("device")
     moved = jax.device_put((restored, new), on_device)
-    return jax.device_put(jax.jit(merge, out_shardings=on_device)(*moved), sharding)
+    merged = one_at_a_time(jax.jit(merge, out_shardings=on_device), mesh)(*moved)
+    return jax.device_put(merged, sharding)

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxpar.parallel.dispatch import one_at_a_time
+from jaxpar.parallel.feeding import from_whole
 from jaxpar.parallel.loss import FactoredLogits
 from jaxpar.parallel.mesh import BATCH_AXES
 from jaxpar.plan import Plan
@@ -47,8 +49,8 @@ def continue_tokens(
             window = tokens[-length:]
             padded = np.zeros((rows, length), np.int32)
             padded[:, : len(window)] = window
-            batch = jax.device_put(padded, plan.batch_sharding)
-            last, count = jax.device_put((np.int32(len(window) - 1), np.int32(number)), plan.replicated)
+            batch = from_whole(padded, plan.batch_sharding)
+            last, count = (from_whole(np.int32(value), plan.replicated) for value in (len(window) - 1, number))
             token = int(next_token(params, batch, last, count))
             if token == end_of_text:
                 break
@@ -63,11 +65,12 @@ def _next_token_program(plan: Plan, temperature: float, vocab_size: int) -> Call
     Cached so that it outlives its last run: XLA:CPU with oneDNN aborts the process ("Check failed: available_.size() ==
     num_created_") if a program is freed at the moment in which its threads return their resources.
     """
-    return jax.jit(
+    program = jax.jit(
         partial(_next_token, plan, temperature, vocab_size),
         in_shardings=(None, plan.batch_sharding, plan.replicated, plan.replicated),
         out_shardings=plan.replicated,
     )
+    return one_at_a_time(program, plan.mesh)
 
 
 def _next_token(

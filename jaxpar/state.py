@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpar.config.schema import Config
 from jaxpar.optim import AT_ONCE, MapUpdates, Optimizer, make_optimizer, make_schedule, role_axes, state_axes
 from jaxpar.optim.quantization import num_blocks
+from jaxpar.parallel.dispatch import one_at_a_time
 from jaxpar.parallel.offload import (
     groups_through_device,
     is_on_host,
@@ -124,7 +125,7 @@ def state_shardings(plan: Plan, optimizer: Optimizer) -> TrainState:
 def init_state(plan: Plan, optimizer: Optimizer) -> TrainState:
     """The initial state, each device computing only what it holds; the values do not depend on the mesh."""
     shardings = state_shardings(plan, optimizer)
-    return jax.jit(partial(_make_state, plan, optimizer), out_shardings=shardings)()
+    return one_at_a_time(jax.jit(partial(_make_state, plan, optimizer), out_shardings=shardings), plan.mesh)()
 
 
 def unpadded_shapes(plan: Plan, state: TrainState) -> dict[str, tuple[int, ...]]:

@@ -27,7 +27,8 @@ from jaxpar.data import Corpus, Tokenizer, heldout_batches, train_batches
 from jaxpar.events import Events
 from jaxpar.metrics import Progress, Throughput, Writer, find_peak, make_writers, transformer_flops_per_token
 from jaxpar.parallel.agreement import of_the_first
-from jaxpar.parallel.feeding import from_own_rows, own_rows
+from jaxpar.parallel.dispatch import start_alone
+from jaxpar.parallel.feeding import from_own_rows, from_whole, own_rows
 from jaxpar.plan import Plan
 from jaxpar.resume import find_start, stored_config
 from jaxpar.run_directory import write_whole
@@ -149,11 +150,15 @@ class Trainer:
         checkpoint, num_steps, number = self.plan.config.checkpoint, self.plan.config.train.num_steps, self.start.step
         pending: tuple[int, Mapping[str, jax.Array]] | None = None
         batch = self._next_batch()
-        guard = "allow"
+        guard, waits = "allow", start_alone(self.plan.mesh)
         while True:
             number += 1
             last = number == num_steps
             with jax.transfer_guard(guard):
+                if waits:
+                    # A step that is waited for ends before the next: one step late its time would be the next one's.
+                    self._report(pending, progress, meter)
+                    pending = None
                 state, metrics = self.step.train(state, batch)
                 if not last:
                     batch = self._next_batch()
@@ -323,7 +328,7 @@ def evaluate(
     config = plan.config
     batch_size = config.evaluation.batch_size or config.train.batch_size
     rows = own_rows(plan.batch_sharding, batch_size, config.data.sequence_length)
-    lengths = jax.device_put(byte_lengths, plan.replicated)
+    lengths = from_whole(byte_lengths, plan.replicated)
     totals = {"nats": 0.0, "tokens": 0, "bytes": 0}
     pending: Mapping[str, jax.Array] = {}
     for arrays in heldout_batches(corpus, config.data, batch_size=batch_size, rows=rows):

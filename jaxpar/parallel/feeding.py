@@ -1,4 +1,4 @@
-"""Which rows of a batch a process must read, and the global array that they make."""
+"""Which rows of a batch a process must read, and global arrays made of what each process has."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-__all__ = ["from_own_rows", "own_rows"]
+__all__ = ["from_own_rows", "from_whole", "own_rows"]
 
 
 def own_rows(sharding: Sharding, num_rows: int, row_length: int) -> tuple[int, ...]:
@@ -46,6 +46,17 @@ def from_own_rows(
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
     return {name: make(array) for name, array in arrays.items()}
+
+
+def from_whole(value: np.ndarray | np.generic, sharding: Sharding) -> jax.Array:
+    """The global array of which every process has all entries.
+
+    `jax.device_put` would do, but first compares the processes' values by a program on all devices.
+    """
+    value = np.asarray(value)
+    places = sharding.addressable_devices_indices_map(value.shape)
+    parts = jax.device_put([value[index] for index in places.values()], list(places))
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
 
 
 def _rows(index: tuple[slice, ...] | None) -> slice:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.parallel.feeding import from_own_rows, own_rows
+from jaxpar.parallel.feeding import from_own_rows, from_whole, own_rows
 
 
 class OfSomeDevices:
@@ -70,3 +70,12 @@ def test_a_part_is_cut_from_the_rows_that_are_there(monkeypatch: pytest.MonkeyPa
     assert [part.devices() for part in parts] == [{device} for device in jax.devices()[4:]]
     for row, part in zip((1, 3, 5, 7), parts, strict=True):
         np.testing.assert_array_equal(part, tokens[row : row + 1])
+
+
+@pytest.mark.parametrize("value", [np.arange(48).reshape(8, 6), np.float32(3.0)], ids=["batch", "scalar"])
+def test_what_every_process_has_whole_becomes_a_global_array(value: np.ndarray) -> None:
+    sharding = _sharding(range(8), (4, 2, 1))
+    sharding = sharding if np.ndim(value) else NamedSharding(sharding.mesh, PartitionSpec())
+    array = from_whole(value, sharding)
+    assert array.sharding == sharding
+    np.testing.assert_array_equal(array, value)
