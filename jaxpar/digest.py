@@ -11,15 +11,17 @@ collision.
 A dim may be padded: then the elements within `extent`, the shape without padding, and those beyond have a digest each.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
+from jaxpar.parallel.dispatch import one_at_a_time
 from jaxpar.parallel.offload import is_on_host
 
 __all__ = ["Digest", "digest_arrays", "digest_blocks"]
@@ -74,22 +76,35 @@ def digest_blocks(blocks: Iterable[tuple[int, np.ndarray]], extent: Extent) -> D
 
 
 def _computed(arrays: tuple[jax.Array, ...], extents: tuple[Extent, ...]) -> list[np.ndarray]:
-    # Waits for all of this process's devices: `jaxpar.parallel.dispatch.one_at_a_time` says why.
-    return jax.device_get(jax.block_until_ready(_sums_of_all(arrays, extents)))
+    if not arrays:
+        return []
+    shapes = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for array in arrays)
+    return jax.device_get(_program(shapes, extents)(*arrays))
 
 
-@partial(jax.jit, static_argnames="extents")
-def _sums_of_all(arrays: tuple[jax.Array, ...], extents: tuple[Extent, ...]) -> list[jax.Array]:
-    def one(array: jax.Array, extent: Extent) -> jax.Array:
-        if array.ndim == 0:
-            array, extent = array.reshape(1), (1,)
-        if array.dtype == jnp.bool_:
-            array = array.astype(jnp.uint8)
-        itemsize = array.dtype.itemsize
-        words = jax.lax.bitcast_convert_type(array, _WORDS[itemsize]).astype(jnp.uint32)
-        return _sums(jnp, words, _extent_of(itemsize, extent), 0)
+@lru_cache(maxsize=64)
+def _program(shapes: tuple[jax.ShapeDtypeStruct, ...], extents: tuple[Extent, ...]) -> Callable[..., list[jax.Array]]:
+    """The compiled sums of arrays of these shapes."""
 
-    return [one(array, extent) for array, extent in zip(arrays, extents, strict=True)]
+    def sums(*arrays: jax.Array) -> list[jax.Array]:
+        return [_sums_of(array, extent) for array, extent in zip(arrays, extents, strict=True)]
+
+    sharding = shapes[0].sharding
+    program = jax.jit(sums)
+    if not isinstance(sharding, NamedSharding):
+        return program
+    assert isinstance(sharding.mesh, Mesh)
+    return one_at_a_time(program, sharding.mesh)
+
+
+def _sums_of(array: jax.Array, extent: Extent) -> jax.Array:
+    if array.ndim == 0:
+        array, extent = array.reshape(1), (1,)
+    if array.dtype == jnp.bool_:
+        array = array.astype(jnp.uint8)
+    itemsize = array.dtype.itemsize
+    words = jax.lax.bitcast_convert_type(array, _WORDS[itemsize]).astype(jnp.uint32)
+    return _sums(jnp, words, _extent_of(itemsize, extent), 0)
 
 
 def _extent_of(itemsize: int, extent: Extent) -> Extent:
