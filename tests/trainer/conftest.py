@@ -117,10 +117,10 @@ def run_once(config: Config, *, stop_after: int = 0, kill_after: int = 0) -> Ran
     screen = SimpleNamespace(message=messages.append, update=lambda step, values: None)
 
     def train(state: TrainState, batch: Mapping[str, jax.Array]) -> Any:
-        number = int(state.step) + 1
+        number = int(jax.device_get(state.step)) + 1
         if kill_after and number > kill_after:
             raise KilledError
-        tokens[number] = np.asarray(batch["tokens"])
+        tokens[number] = jax.device_get(batch["tokens"])
         return step.train(state, batch)
 
     called: Any = SimpleNamespace(train=train, evaluate=step.evaluate, optimizer=step.optimizer)
