@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxpar.backend import prepare
 from jaxpar.checkpoint import Checkpoints, open_checkpoints
-from jaxpar.checkpoint_store import Notes, Retention
+from jaxpar.checkpoint_store import CheckpointStore, Notes, Retention
 from jaxpar.config import load_config
 from jaxpar.plan import Plan, make_plan
 from jaxpar.resume import stored_config
@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"state: {num_bytes / 1e6:.0f} MB in {len(state.by_path())} arrays, {plan.mesh.size} device(s)")
     with tempfile.TemporaryDirectory(dir=config.run.dir if Path(config.run.dir).is_dir() else None) as directory:
         where = Path(directory)
-        with open_checkpoints(str(where / "checkpoints"), Retention(1), timeout_seconds=600) as checkpoints:
+        with open_checkpoints(
+            CheckpointStore(str(where / "checkpoints")), Retention(1), timeout_seconds=600
+        ) as checkpoints:
             run = _Run(plan, state, abstract, checkpoints)
             measured = _bandwidths(run, where, num_bytes)
             measured |= _memory(run, num_saves)

@@ -57,18 +57,17 @@ class _Save:
 
 @contextlib.contextmanager
 def open_checkpoints(
-    directory: str, retention: Retention, *, timeout_seconds: float, record: Record | None = None
+    store: CheckpointStore, retention: Retention, *, timeout_seconds: float, record: Record | None = None
 ) -> Iterator["Checkpoints"]:
-    """The checkpoints in a directory or behind a URL, without what killed saves left there.
+    """The checkpoints of a run, without what killed saves left there.
 
     Raises:
       ValueError: the directory cannot be made or read.
     """
-    store = CheckpointStore(directory)
     error = None
     if jax.process_index() == 0:
         try:
-            store.directory.mkdir(parents=True, exist_ok=True)
+            store.prepare()
             for name in store.remove_leftovers():
                 (record or _nowhere)("cleaned up", directory=str(store), name=name)
         except Exception as caught:
@@ -170,13 +169,7 @@ class Checkpoints:
           ValueError: it holds another state than `abstract`.
         """
         _check_structure(notes, abstract.by_path(), extents)
-        arrays, error = {}, None
-        try:
-            arrays = read_arrays(self.store, notes.step, abstract.by_path())
-        except DamagedCheckpointError as caught:
-            error = str(caught)
-        if failed := failures(error):
-            raise DamagedCheckpointError("; ".join(failed))
+        arrays = self._read(notes.step, abstract.by_path())
         state = abstract.with_arrays(arrays)
         found = digest_arrays(state.by_path(), extents)
         changed = [
@@ -238,6 +231,27 @@ class Checkpoints:
     ) -> None:
         self.close()
 
+    def _read(self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """The arrays, or DamagedCheckpointError in every process if one of them cannot read its part."""
+        error, arrays = None, {}
+        try:
+            if self._is_writer:
+                self.store.fetch(step)
+        except Exception as caught:
+            error = f"it cannot be fetched: {brief(caught)}"
+        failed = failures(error)
+        try:
+            if not failed:
+                arrays = read_arrays(self.store, step, abstract)
+        except DamagedCheckpointError as caught:
+            error = str(caught)
+        failed = failed or failures(error)
+        if self._is_writer:
+            self.store.release(step)
+        if failed:
+            raise DamagedCheckpointError("; ".join(failed))
+        return arrays
+
     def _context(self) -> ocp.Context:
         context = ocp.Context()
         # Otherwise a directory that cannot be made is waited for, for minutes, instead of being an error.
@@ -250,6 +264,8 @@ class Checkpoints:
         """In a thread of its own: waits for the save, then removes what need not be kept."""
         try:
             response.result(timeout=self._timeout_seconds)
+            if self._is_writer:
+                self.store.publish(save.step)
         except TimeoutError:
             save.timed_out = True
             self._failed(save, f"it has not ended in checkpoint.timeout_seconds={self._timeout_seconds:g}")

@@ -7,20 +7,21 @@ until then it has another name or no such file. Beside the arrays it has notes, 
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import tensorstore
-from etils import epath
 
 from jaxpar.config.credentials import masked
 
-__all__ = ["ArrayNotes", "CheckpointStore", "DamagedCheckpointError", "Notes", "Retention", "brief"]
+__all__ = ["COMMITTED", "ArrayNotes", "CheckpointStore", "DamagedCheckpointError", "Notes", "Retention", "brief"]
 
-_COMMITTED = "commit_success.txt"
+COMMITTED = "commit_success.txt"
+"""The file that Orbax writes last."""
 _METADATA = "_CHECKPOINT_METADATA"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _STATE = "state"
@@ -109,15 +110,15 @@ class Retention:
 
 
 class CheckpointStore:
-    """The checkpoints in `directory`, a path or URL. Looks at storage at each call; used by one process at a time."""
+    """The checkpoints in `directory`. Looks at storage at each call; used by one process at a time."""
 
     def __init__(self, directory: str) -> None:
-        self.directory = epath.Path(directory)
+        self.directory = Path(directory)
 
     def __str__(self) -> str:
         return masked(str(self.directory))
 
-    def path(self, step: int) -> epath.Path:
+    def path(self, step: int) -> Path:
         """The directory of one checkpoint."""
         return self.directory / str(step)
 
@@ -125,9 +126,26 @@ class CheckpointStore:
         """Steps that have a directory, complete or not, in order."""
         return sorted(int(name) for name in self._names() if name.isdecimal())
 
+    def prepare(self) -> None:
+        """Makes the directory."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def publish(self, step: int) -> None:
+        """Brings a checkpoint that was saved to where it stays; here it is there."""
+
+    def fetch(self, step: int) -> None:
+        """Brings a checkpoint to where its arrays can be read; here it is there."""
+
+    def release(self, step: int) -> None:
+        """Ends what `fetch` began."""
+
+    def read_text(self, step: int, name: str) -> str:
+        """A small file of a checkpoint."""
+        return (self.path(step) / name).read_text()
+
     def is_complete(self, step: int) -> bool:
         """Whether the save has ended."""
-        return (self.path(step) / _COMMITTED).exists()
+        return (self.path(step) / COMMITTED).exists()
 
     def notes(self, step: int) -> Notes:
         """What was saved with the state.
@@ -139,7 +157,7 @@ class CheckpointStore:
             raise DamagedCheckpointError("its save was not completed")
         try:
             # Not with Orbax's `checkpointables_metadata`, which opens every array first.
-            saved = json.loads((self.path(step) / _METADATA).read_text())["custom_metadata"]
+            saved = json.loads(self.read_text(step, _METADATA))["custom_metadata"]
         except Exception as error:
             raise DamagedCheckpointError(f"its notes cannot be read: {brief(error)}") from error
         notes = Notes.from_json(saved)
@@ -158,7 +176,7 @@ class CheckpointStore:
         pending = {}
         for path in paths:
             name = ".".join(PurePosixPath(path).parts)
-            base = f"{_tensorstore_url(self.path(step) / _STATE)}/"
+            base = f"file://{self.path(step) / _STATE}/"
             spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
             pending[path] = tensorstore.open(spec, read=True, open=True, context=context)
         try:
@@ -184,18 +202,18 @@ class CheckpointStore:
 
     def size_bytes(self, step: int) -> int:
         """Bytes on storage."""
-        return sum(_size(path) for path in _walk(self.path(step)))
+        return sum(path.stat().st_size for path in self.path(step).rglob("*") if path.is_file())
 
     def remove(self, step: int) -> None:
         """Removes a checkpoint, so that it is at no moment a complete one of which a part is missing."""
-        (self.path(step) / _COMMITTED).unlink(missing_ok=True)
-        self.path(step).rmtree()
+        (self.path(step) / COMMITTED).unlink(missing_ok=True)
+        shutil.rmtree(self.path(step))
 
     def remove_leftovers(self) -> list[str]:
         """Removes what killed saves have left under other names; returns those."""
         names = [name for name in self._names() if _TEMPORARY in name]
         for name in names:
-            (self.directory / name).rmtree(missing_ok=True)
+            shutil.rmtree(self.directory / name, ignore_errors=True)
         return names
 
     def _names(self) -> list[str]:
@@ -208,23 +226,6 @@ def brief(error: BaseException) -> str:
         error = error.__cause__
     first = (str(error).strip().splitlines() or [""])[0]
     return masked(f"{type(error).__name__}: {first[:300]}")
-
-
-def _tensorstore_url(path: epath.Path) -> str:
-    text = str(path)
-    return text if "://" in text else f"file://{text}"
-
-
-def _walk(path: epath.Path) -> Iterator[epath.Path]:
-    for child in path.iterdir():
-        if child.is_dir():
-            yield from _walk(child)
-        else:
-            yield child
-
-
-def _size(path: epath.Path) -> int:
-    return int(path.stat().length)
 
 
 def _hash(values: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ goes on is not disturbed, and is left alone by `prune`.
 import argparse
 import contextlib
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpar.backend import prepare_host
-from jaxpar.checkpoint_store import CheckpointStore, DamagedCheckpointError, Notes, Retention
+from jaxpar.checkpoint_store import CheckpointStore, DamagedCheckpointError, Notes, Retention, brief
 from jaxpar.command_line import FAULT, UserError, user_errors
 from jaxpar.config import Config, changed_keys, parse_config
 from jaxpar.digest import digest_blocks
 from jaxpar.events import Events, read_events
 from jaxpar.export import export_parameters
 from jaxpar.metrics import with_unit
+from jaxpar.remote_store import open_store, store_of
 from jaxpar.run_directory import run_directory
 
 __all__ = ["main"]
@@ -54,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, soft_wrap=False)
     commands = {"list": _list, "verify": _verify, "diff": _diff, "prune": _prune, "export": _export}
     try:
-        with user_errors():
-            return commands[given.command](_open(given.run), given, console)
+        with user_errors(), tempfile.TemporaryDirectory(prefix="jaxpar-") as staging:
+            return commands[given.command](_open(given.run, Path(staging)), given, console)
     except UserError as error:
         print(error, file=sys.stderr)
         return _USER_ERROR
@@ -100,19 +102,31 @@ def _count(text: str) -> int:
     return value
 
 
-def _open(name: str) -> _Run:
+def _open(name: str, staging: Path) -> _Run:
     directory = Path(name).expanduser()
     if "://" in name or not (directory / "config.toml").is_file():
-        store = CheckpointStore(name if "://" in name else str(directory.absolute()))
-        if not store.directory.is_dir():
+        store = open_store(name if "://" in name else str(directory.absolute()), staging)
+        if "://" not in name and not directory.is_dir():
             raise ValueError(f"{store} is no directory; RUN is the run.dir of a run")
         if not store.steps():
             raise ValueError(f"{store} has neither a config.toml nor checkpoints; RUN is the run.dir of a run")
         return _Run(store)
     path = directory / "config.toml"
     config = parse_config(tomllib.loads(path.read_text(encoding="utf-8")), source=str(path))
-    where = config.checkpoint.directory or str((directory / "checkpoints").absolute())
-    return _Run(CheckpointStore(where), directory, config)
+    return _Run(store_of(config, directory, staging), directory, config)
+
+
+@contextlib.contextmanager
+def _fetched(store: CheckpointStore, steps: Iterable[int]) -> Iterator[None]:
+    """A block that may read arrays of these checkpoints."""
+    with contextlib.ExitStack() as opened:
+        for step in dict.fromkeys(steps):
+            opened.callback(store.release, step)
+            try:
+                store.fetch(step)
+            except Exception as error:
+                raise DamagedCheckpointError(f"step {step} cannot be fetched: {brief(error)}") from error
+        yield
 
 
 def _steps(run: _Run, wanted: Iterable[int] = ()) -> list[int]:
@@ -168,7 +182,7 @@ def _verify(run: _Run, given: argparse.Namespace, console: Console) -> int:
     found = _read_notes(run, _steps(run, given.steps))
     is_whole = True
     for step, notes in found.items():
-        problems = [notes] if isinstance(notes, str) else list(_changed_arrays(run.store, notes))
+        problems = [notes] if isinstance(notes, str) else _changed_arrays(run.store, notes)
         arrays = "" if isinstance(notes, str) else str(len(notes.arrays))
         table.add_row(str(step), arrays, f"[red]{'; '.join(problems)}[/red]" if problems else "as it was saved")
         is_whole &= not problems
@@ -181,15 +195,21 @@ def _verify(run: _Run, given: argparse.Namespace, console: Console) -> int:
     return 0 if is_whole else FAULT
 
 
-def _changed_arrays(store: CheckpointStore, notes: Notes) -> Iterator[str]:
-    for path, array in notes.arrays.items():
-        try:
-            digest = digest_blocks(store.blocks(notes.step, path), array.extent)
-        except DamagedCheckpointError as error:
-            yield str(error)
-            continue
-        if (digest.content, digest.padding) != (array.content, array.padding):
-            yield f"{path} is not what was saved"
+def _changed_arrays(store: CheckpointStore, notes: Notes) -> list[str]:
+    problems = []
+    try:
+        with _fetched(store, [notes.step]):
+            for path, array in notes.arrays.items():
+                try:
+                    digest = digest_blocks(store.blocks(notes.step, path), array.extent)
+                except DamagedCheckpointError as error:
+                    problems.append(str(error))
+                    continue
+                if (digest.content, digest.padding) != (array.content, array.padding):
+                    problems.append(f"{path} is not what was saved")
+    except DamagedCheckpointError as error:
+        problems.append(str(error))
+    return problems
 
 
 def _event_problems(directory: Path, found: Mapping[int, Notes | str]) -> list[str]:
@@ -225,7 +245,8 @@ def _diff(run: _Run, given: argparse.Namespace, console: Console) -> int:
         elif (a.extent, a.dtype) != (b.extent, b.dtype):
             arrays.add_row(path, f"{a.dtype}{list(a.extent)} → {b.dtype}{list(b.extent)}", "")
         else:
-            arrays.add_row(path, *_difference(run.store, given.steps, path, a.extent))
+            with _fetched(run.store, given.steps):
+                arrays.add_row(path, *_difference(run.store, given.steps, path, a.extent))
     console.print(keys if changes else "the configurations are equal")
     if num_different:
         console.print(arrays)
@@ -281,7 +302,9 @@ def _export(run: _Run, given: argparse.Namespace, console: Console) -> int:
     _steps(run, [step])
     notes = run.store.notes(step)
     average = given.parameters == "ema"
-    for path in export_parameters(run.store, notes, given.directory, average=average, file_bytes=given.file_bytes):
+    with _fetched(run.store, [step]):
+        written = export_parameters(run.store, notes, given.directory, average=average, file_bytes=given.file_bytes)
+    for path in written:
         console.print(f"{path}: {with_unit(path.stat().st_size)}")
     return 0
 

@@ -21,6 +21,7 @@ from jaxpar.events import Events
 from jaxpar.metrics import make_progress, with_unit
 from jaxpar.parallel.agreement import any_process, heartbeats
 from jaxpar.plan import Plan, make_plan
+from jaxpar.remote_store import store_of
 from jaxpar.run_directory import run_directory
 from jaxpar.sample import continue_tokens
 from jaxpar.state import TrainState, abstract_state, local_bytes
@@ -72,7 +73,7 @@ def _run(config: Config, signals: StopSignals) -> int:
         with user_errors():
             checkpoints = opened.enter_context(
                 open_checkpoints(
-                    config.checkpoint.directory or str((directory.path / "checkpoints").absolute()),
+                    store_of(config, directory.path, directory.path / "staging"),
                     Retention(config.checkpoint.keep, config.checkpoint.keep_every_steps, config.checkpoint.keep_best),
                     timeout_seconds=config.checkpoint.timeout_seconds,
                     record=events.record,

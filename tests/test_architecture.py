@@ -43,6 +43,7 @@ BELOW_THE_COMMANDS = BELOW_THE_LOOP | {
     "command_line",
     "digest",
     "export",
+    "remote_store",
 }
 ARROWS: dict[str, set[str]] = {
     "config": set(),
@@ -64,6 +65,7 @@ ARROWS: dict[str, set[str]] = {
     "events": {"config"},
     "run_directory": {"locks"},
     "checkpoint_store": {"config"},
+    "remote_store": {"checkpoint_store", "config"},
     "export": {"checkpoint_store"},
     "restore": {"checkpoint_store"},
     "checkpoint": {"checkpoint_store", "digest", "parallel", "restore", "state"},

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from jaxpar.checkpoint import Checkpoints, SaveFailedError, SaveTimeoutError, open_checkpoints
-from jaxpar.checkpoint_store import DamagedCheckpointError, Notes, Retention
+from jaxpar.checkpoint_store import CheckpointStore, DamagedCheckpointError, Notes, Retention
 from jaxpar.state import TrainState
 
 
@@ -82,7 +83,9 @@ def opened(tmp_path: Path, recorded: list[tuple[str, dict[str, Any]]]) -> Opened
             recorded.append((event, details))
 
         retention = Retention(**{"newest": 3, **kept})
-        with open_checkpoints(str(tmp_path), retention, timeout_seconds=timeout_seconds, record=record) as checkpoints:
+        with open_checkpoints(
+            CheckpointStore(str(tmp_path)), retention, timeout_seconds=timeout_seconds, record=record
+        ) as checkpoints:
             yield checkpoints
 
     return make
@@ -263,10 +266,33 @@ def test_a_save_that_fails_is_told_and_made_up_for_by_the_next(
     assert _names(tmp_path) == ["16", "4"]
 
 
+def test_a_disk_that_takes_no_more_while_a_save_goes_on(tmp_path: Path, opened: Opened) -> None:
+    """The limit on a file's size stands in for it: TensorStore's write fails, far from this code."""
+    shardings = _shardings((2, 1))
+    noise = np.random.default_rng(0).normal(size=(1 << 13, 64)).astype(np.float32)
+    state = replace(_state(shardings, rows=1 << 13, step=8), params=jax.device_put({"w": noise}, shardings.params))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with opened() as checkpoints:
+        _save(checkpoints, _state(shardings, step=4), 4)
+        checkpoints.finish()
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+            _save(checkpoints, state, 8)
+            with pytest.raises(SaveFailedError, match=r"step 8 could not be saved: .*File too large"):
+                checkpoints.finish()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert _names(tmp_path) == ["4"]
+        _save(checkpoints, state, 8)
+        checkpoints.finish()
+        _restore(checkpoints, 8, shardings, rows=1 << 13)
+        _assert_at(_restore(checkpoints, 4, shardings), 4)
+
+
 def test_storage_that_goes_away_harms_no_checkpoint_and_may_come_back(tmp_path: Path, opened: Opened) -> None:
     shardings = _shardings((2, 1))
     directory, away = tmp_path / "checkpoints", tmp_path / "away"
-    with open_checkpoints(str(directory), Retention(3), timeout_seconds=60) as checkpoints:
+    with open_checkpoints(CheckpointStore(str(directory)), Retention(3), timeout_seconds=60) as checkpoints:
         _save(checkpoints, _state(shardings, step=4), 4)
         checkpoints.finish()
         directory.rename(away)
@@ -282,7 +308,9 @@ def test_storage_that_goes_away_harms_no_checkpoint_and_may_come_back(tmp_path: 
     assert _names(directory) == ["12", "4"]
     with (
         pytest.raises(ValueError, match=r"^checkpoint.directory='.*/12/_CHECKPOINT_METADATA' cannot be used: .*Error"),
-        open_checkpoints(str(directory / "12" / "_CHECKPOINT_METADATA"), Retention(3), timeout_seconds=60),
+        open_checkpoints(
+            CheckpointStore(str(directory / "12" / "_CHECKPOINT_METADATA")), Retention(3), timeout_seconds=60
+        ),
     ):
         pass
 

@@ -41,7 +41,7 @@ jax.config.update("jax_num_cpu_devices", devices)
 jax.config.update("jax_compilation_cache_dir", cache)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 from jaxpar import checkpoint
-from jaxpar.checkpoint_store import DamagedCheckpointError, Notes, Retention
+from jaxpar.checkpoint_store import CheckpointStore, DamagedCheckpointError, Notes, Retention
 from jaxpar.config import load_config
 from jaxpar.data import make_tokenizer
 from jaxpar.plan import make_plan
@@ -66,7 +66,7 @@ optimizer = optimizer_of(plan)
 tokenizer = make_tokenizer(config.data, show_progress=False)
 events = []
 record = lambda event, **details: events.append([event, details.get("step")])
-directory = str(pathlib.Path("checkpoints").absolute())
+directory = CheckpointStore(str(pathlib.Path("checkpoints").absolute()))
 with checkpoint.open_checkpoints(directory, Retention(3), timeout_seconds=60, record=record) as opened:
     if count > 1:
         state = init_state(plan, optimizer)

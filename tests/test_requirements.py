@@ -8,7 +8,14 @@ import pytest
 
 from jaxpar.config import parse_config
 from jaxpar.plan import make_plan
-from jaxpar.requirements import check_calls, check_idle_keys, check_layout, check_offload, check_precision
+from jaxpar.requirements import (
+    check_calls,
+    check_checkpoints,
+    check_idle_keys,
+    check_layout,
+    check_offload,
+    check_precision,
+)
 
 SIZES = {"pipe": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
 MODEL = {"name": "transformer", "num_layers": 1, "embed_dim": 24, "num_heads": 6, "head_dim": 4, "mlp_dim": 12}
@@ -298,3 +305,49 @@ def test_parameters_without_layers_cannot_move_to_the_host() -> None:
     )
     with pytest.raises(ValueError, match=_exactly(message)):
         check_offload(config, {"table": ("vocab", "embed")})
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"checkpoint": {"directory": "s3://me:hidden@bucket/run"}},
+            "checkpoint.directory='s3://***@bucket/run' has credentials in it, which every copy of the configuration "
+            "would have too; leave them out, and give them in the environment (AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS)",
+        ),
+        (
+            {"checkpoint": {"every_steps": 4, "keep_every_steps": 10}},
+            "checkpoint.keep_every_steps=10 must be a multiple of checkpoint.every_steps=4, since other steps are not "
+            "saved; nearest legal value: a multiple of 4: 8, 12",
+        ),
+        (
+            {"checkpoint": {"keep_every_steps": 10}},
+            "checkpoint.keep_every_steps=10 must be a multiple of checkpoint.every_steps=0, since other steps are not "
+            "saved; nearest legal value: 0",
+        ),
+        (
+            {"checkpoint": {"every_steps": 4, "keep_best": 1}, "data": {"holdout_every": 0}},
+            "checkpoint.keep_best=1 needs a held-out loss, and data.holdout_every=0 holds nothing out; set "
+            "data.holdout_every, or checkpoint.keep_best=0",
+        ),
+        (
+            {"checkpoint": {"every_steps": 30, "keep_best": 1}, "evaluation": {"every_steps": 7},
+             "train": {"num_steps": 200}},
+            "checkpoint.keep_best=1 needs steps that are evaluated and saved, and there are none before the last with "
+            "evaluation.every_steps=7 and checkpoint.every_steps=30; set both, for example to 30",
+        ),
+        (
+            {"checkpoint": {"keep_best": 1}, "evaluation": {"every_steps": 0}},
+            "checkpoint.keep_best=1 needs steps that are evaluated and saved, and there are none before the last with "
+            "evaluation.every_steps=0 and checkpoint.every_steps=0; set both, for example to 100",
+        ),
+    ],
+)  # fmt: skip
+def test_checkpoints_that_could_never_be_kept_and_credentials(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=_exactly(message)):
+        check_checkpoints(_config(**sections))
+
+
+def test_checkpoints_that_can_be_kept() -> None:
+    check_checkpoints(_config(checkpoint={"every_steps": 4, "keep_every_steps": 8, "keep_best": 2}))

@@ -22,7 +22,7 @@ import pytest
 
 from jaxpar import backend
 from jaxpar.checkpoint import open_checkpoints
-from jaxpar.checkpoint_store import Retention
+from jaxpar.checkpoint_store import CheckpointStore, Retention
 from jaxpar.config import load_config
 from jaxpar.plan import make_plan
 from jaxpar.state import TrainState, abstract_state, unpadded_shapes
@@ -149,7 +149,9 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 def saved_state(directory: Path, step: int) -> TrainState:
     plan = make_plan(load_config(directory / "config.toml"), jax.devices()[:2], 257)
     abstract = abstract_state(plan, Step(plan).optimizer)
-    with open_checkpoints(str(directory / "checkpoints"), Retention(3), timeout_seconds=60) as checkpoints:
+    with open_checkpoints(
+        CheckpointStore(str(directory / "checkpoints")), Retention(3), timeout_seconds=60
+    ) as checkpoints:
         return checkpoints.restore(checkpoints.notes(step), abstract, unpadded_shapes(plan, abstract))
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.parallel import dispatch
 from jaxpar.parallel.dispatch import one_at_a_time
 
 
@@ -22,9 +23,24 @@ def test_elsewhere_it_is_the_program_itself(platform: str, processes: list[int])
     assert one_at_a_time(program, _mesh(platform, processes)) is program
 
 
-def test_on_the_cpus_of_several_processes_it_waits_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_cpus_of_several_processes_it_waits_before_and_after_and_all_start_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     events: list[Any] = []
+
+    def program(x: int, y: int) -> int:
+        events.append("runs")
+        return x + y
+
+    def lower(*arguments: int) -> SimpleNamespace:
+        events.append(("lowered", arguments))
+        return SimpleNamespace(compile=lambda: program)
+
     monkeypatch.setattr(jax, "block_until_ready", lambda values: events.append(values) or values)
-    alone = one_at_a_time(lambda x, y: events.append("runs") or x + y, _mesh("cpu", [0, 1]))
+    monkeypatch.setattr(dispatch, "agreed", lambda value: events.append(value))
+    alone = one_at_a_time(SimpleNamespace(lower=lower), _mesh("cpu", [0, 1]))
     assert alone(1, 2) == 3
-    assert events == [(1, 2), "runs", 3]
+    assert events == [(1, 2), ("lowered", (1, 2)), "compiled", "runs", 3]
+    events.clear()
+    assert alone(3, 4) == 7
+    assert events == [(3, 4), "runs", 7]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxpar.checkpoint import open_checkpoints
-from jaxpar.checkpoint_store import Retention
+from jaxpar.checkpoint_store import CheckpointStore, Retention
 from jaxpar.config import Config, dump_toml, parse_config
 from jaxpar.data import make_tokenizer, open_data
 from jaxpar.events import Events
@@ -117,10 +117,10 @@ def run_once(config: Config, *, stop_after: int = 0, kill_after: int = 0) -> Ran
     screen = SimpleNamespace(message=messages.append, update=lambda step, values: None)
 
     def train(state: TrainState, batch: Mapping[str, jax.Array]) -> Any:
-        number = int(state.step) + 1
+        number = int(jax.device_get(state.step)) + 1
         if kill_after and number > kill_after:
             raise KilledError
-        tokens[number] = np.asarray(batch["tokens"])
+        tokens[number] = jax.device_get(batch["tokens"])
         return step.train(state, batch)
 
     called: Any = SimpleNamespace(train=train, evaluate=step.evaluate, optimizer=step.optimizer)
@@ -131,7 +131,7 @@ def run_once(config: Config, *, stop_after: int = 0, kill_after: int = 0) -> Ran
         run_directory(config.run.dir, is_writer=True) as directory,
         Events(directory.path / "events.jsonl") as events,
         open_checkpoints(
-            str(directory.path / "checkpoints"), Retention(config.checkpoint.keep), timeout_seconds=60,
+            CheckpointStore(str(directory.path / "checkpoints")), Retention(config.checkpoint.keep), timeout_seconds=60,
             record=events.record,
         ) as checkpoints,
         Trainer(plan, called, tokenizer, corpus, checkpoints, directory.path, events) as trainer,

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 from jaxpar.checkpoint import open_checkpoints
-from jaxpar.checkpoint_store import Notes, Retention
+from jaxpar.checkpoint_store import CheckpointStore, Notes, Retention
 from jaxpar.config import Config, dump_toml, parse_config
 from jaxpar.data import make_tokenizer, open_data
 from jaxpar.events import Events
@@ -82,7 +82,7 @@ def opened(config: Config, train: Callable[..., Any] | None = None) -> Iterator[
         run_directory(config.run.dir, is_writer=True) as directory,
         Events(directory.path / "events.jsonl") as events,
         open_checkpoints(
-            str(directory.path / "checkpoints"),
+            CheckpointStore(str(directory.path / "checkpoints")),
             Retention(config.checkpoint.keep),
             timeout_seconds=60,
             record=events.record,
@@ -277,7 +277,9 @@ def test_of_several_processes_the_first_alone_writes(
     corpus = open_data(config.data, tokenizer, show_progress=False)
     with (
         run_directory(config.run.dir, is_writer=True) as directory,
-        open_checkpoints(str(directory.path / "checkpoints"), Retention(1), timeout_seconds=60) as checkpoints,
+        open_checkpoints(
+            CheckpointStore(str(directory.path / "checkpoints")), Retention(1), timeout_seconds=60
+        ) as checkpoints,
     ):
         for index, names in ((1, []), (0, ["config.toml", "metrics.jsonl"])):
             monkeypatch.setattr(jax, "process_index", lambda index=index: index)
