@@ -8,6 +8,7 @@ A save that fails is reported and tried again at the next; the one that a run en
 """
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -114,12 +115,19 @@ class Checkpoints:
         return Notes.from_json(found["notes"])
 
     def goes_on_from(self, step: int) -> None:
-        """Says that the run continues at a checkpoint: newer ones do not count any more."""
+        """Says that the run continues at a checkpoint. Newer ones, which could not be read, are set aside; older ones
+        that cannot be read stay."""
         self._losses = {}
-        for earlier in self.store.steps() if self._is_writer else ():
-            if earlier <= step:
-                with contextlib.suppress(DamagedCheckpointError):
-                    self._losses[earlier] = self.store.notes(earlier).loss
+        for other in self.store.steps() if self._is_writer else ():
+            if other > step:
+                try:
+                    self.store.set_aside(other)
+                except Exception as error:
+                    self._messages.append(f"warning: step {other} in {self.store} stays in the way: {brief(error)}")
+                continue
+            self._losses[other] = None
+            with contextlib.suppress(DamagedCheckpointError):
+                self._losses[other] = self.store.notes(other).loss
 
     @property
     def newest_step(self) -> int | None:
@@ -143,8 +151,9 @@ class Checkpoints:
         }
         saved_at = datetime.now(UTC).isoformat(timespec="seconds")
         notes = replace(notes, arrays=noted, saved_at=saved_at)
-        self._record("save", step=notes.step, directory=str(self.store))
         save = self._last = _Save(notes.step)
+        with contextlib.suppress(OSError):  # a full disk: the save itself will tell
+            self._record("save", step=notes.step, directory=str(self.store))
         try:
             with self._context():
                 response = ocp.save_checkpointables_async(
@@ -256,6 +265,7 @@ class Checkpoints:
         context = ocp.Context()
         # Otherwise a directory that cannot be made is waited for, for minutes, instead of being an error.
         context.asynchronous.create_directories_asynchronously = False
+        context.asynchronous.timeout_secs = math.ceil(self._timeout_seconds)
         # Restored arrays go where the plan of the day wants them.
         context.array.saving.enable_write_sharding_file = False
         return context
@@ -264,8 +274,6 @@ class Checkpoints:
         """In a thread of its own: waits for the save, then removes what need not be kept."""
         try:
             response.result(timeout=self._timeout_seconds)
-            if self._is_writer:
-                self.store.publish(save.step)
         except TimeoutError:
             save.timed_out = True
             self._failed(save, f"it has not ended in checkpoint.timeout_seconds={self._timeout_seconds:g}")
@@ -273,14 +281,23 @@ class Checkpoints:
         except Exception as error:
             self._failed(save, brief(error))
             return
+        try:
+            # Its timeouts are those of a connection: such an upload has failed and is made up for.
+            if self._is_writer:
+                self.store.publish(save.step)
+        except Exception as error:
+            self._failed(save, brief(error))
+            return
         self._losses[save.step] = notes.loss
         if not self._is_writer:
             return
-        try:
+        with contextlib.suppress(OSError):  # a full disk, of which pruning frees a part
             self._record("saved", step=save.step, directory=str(self.store))
-            removed = [step for step in self.store.steps() if step not in self._retention.kept(self._losses)]
-            for step in removed:
-                self._losses.pop(step, None)
+        try:
+            kept = self._retention.kept(self._losses)
+            # Only what this run knows: there may be what another one has just saved.
+            for step in [step for step in self.store.steps() if step in self._losses and step not in kept]:
+                del self._losses[step]
                 self.store.remove(step)
         except Exception as error:
             self._messages.append(f"warning: older checkpoints in {self.store} are left: {brief(error)}")

@@ -24,6 +24,8 @@ COMMITTED = "commit_success.txt"
 """The file that Orbax writes last."""
 _METADATA = "_CHECKPOINT_METADATA"
 _TEMPORARY = ".orbax-checkpoint-tmp"
+ASIDE = ".damaged"
+"""End of the name of a checkpoint that could not be read and is kept out of the way."""
 _STATE = "state"
 _BLOCK_BYTES = 1 << 26
 _CACHE_BYTES = 1 << 26
@@ -208,6 +210,12 @@ class CheckpointStore:
         """Removes a checkpoint, so that it is at no moment a complete one of which a part is missing."""
         (self.path(step) / COMMITTED).unlink(missing_ok=True)
         shutil.rmtree(self.path(step))
+
+    def set_aside(self, step: int) -> None:
+        """Gives a checkpoint another name, under which it is neither found nor removed."""
+        aside = self.path(step).with_name(f"{step}{ASIDE}")
+        shutil.rmtree(aside, ignore_errors=True)
+        self.path(step).rename(aside)
 
     def remove_leftovers(self) -> list[str]:
         """Removes what killed saves have left under other names; returns those."""

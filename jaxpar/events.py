@@ -5,6 +5,7 @@ put in between shows; checkpoints keep the hash of the line that was the last wh
 was cut off or written anew shows too. A line that a kill cut off stays, and the next one says that it is incomplete.
 """
 
+import errno
 import getpass
 import hashlib
 import json
@@ -55,7 +56,8 @@ class Events:
     def _open(self, path: Path) -> None:
         try:
             before = path.read_bytes() if path.exists() else b""
-            self._file = path.open("ab")
+            # Without a buffer: what a full disk refuses is not written later, after its place in the chain is gone.
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise ValueError(f"{path} cannot be written: {error.strerror}") from error
         lines = before.split(b"\n")
@@ -110,9 +112,14 @@ class Events:
 
     def _write(self, text: bytes) -> None:
         assert self._file is not None
-        self._file.write(text)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        length = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(text) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._file.truncate(length)
+            raise
 
 
 def read_events(path: Path) -> History:

@@ -10,6 +10,7 @@ process failed and no restart was left.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -309,8 +310,9 @@ class _Launcher:
     def _end_children(self) -> None:
         """Kills what is left, and waits until everything that was written is shown."""
         for child in self._children:
-            if child.process.poll() is None:
-                child.process.kill()
+            # The group: something that a process has started may hold its output open.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.process.pid, signal.SIGKILL)
             child.process.wait()
             for thread in child.threads:
                 thread.join()

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jaxpar.checkpoint_store import COMMITTED, CheckpointStore
+from jaxpar.checkpoint_store import ASIDE, COMMITTED, CheckpointStore
 from jaxpar.config import Config
 from jaxpar.config.credentials import masked
 
@@ -126,6 +126,14 @@ class RemoteStore(CheckpointStore):
     def remove(self, step: int) -> None:
         """Removes it behind the URL, its mark of a complete checkpoint first."""
         self._remove_remote(step)
+
+    def set_aside(self, step: int) -> None:
+        """Gives it another name behind the URL."""
+        aside = f"{self._remote(step)}{ASIDE}"
+        if self._files.exists(aside):
+            self._files.rm(aside, recursive=True)
+        self._files.mv(self._remote(step), aside, recursive=True)
+        self._files.invalidate_cache()
 
     def _remove_remote(self, step: int) -> None:
         remote: Any = self._remote(step)

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.checkpoint_store import DamagedCheckpointError, Notes
+from jaxpar.checkpoint_store import ASIDE, DamagedCheckpointError, Notes
 from jaxpar.config import Config, changed_keys, dump_toml, parse_config
 from jaxpar.config.credentials import masked
+from jaxpar.config.toml_writer import write_toml
 from jaxpar.data import Tokenizer
 from jaxpar.optim import Optimizer, learning_rates, make_schedule
 from jaxpar.parallel.agreement import of_the_first
@@ -107,7 +108,10 @@ def find_start(
             record("damaged checkpoint", step=step, directory=str(checkpoints.store), text=str(error))
             continue
         if messages:
-            messages.append(f"WARNING: going back to the checkpoint of step {step}; later steps are made again")
+            messages.append(
+                f"WARNING: going back to the checkpoint of step {step}; later steps are made again, and what "
+                f"could not be read is kept as STEP{ASIDE}"
+            )
             record("fallback", step=step, directory=str(checkpoints.store))
         if changes:
             record("config change", step=step, changes={key: [str(v) for v in pair] for key, pair in changes.items()})
@@ -159,7 +163,16 @@ def check_run(config: Config, tokenizer: Tokenizer, notes: Notes) -> tuple[tuple
 
 def stored_config(config: Config) -> str:
     """The resolved configuration as it is kept with the run: TOML, without credentials."""
-    return masked(dump_toml(config))
+    return write_toml(_without_credentials(tomllib.loads(dump_toml(config))))
+
+
+def _without_credentials(value: Any) -> Any:
+    """URLs in a table masked; other values are what the run needs to be the same again."""
+    if isinstance(value, Mapping):
+        return {key: _without_credentials(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_credentials(item) for item in value]
+    return masked(value) if isinstance(value, str) and "://" in value else value
 
 
 def _change_messages(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ configuration or the data is wrong, 75 stopped by a signal with nothing lost: th
 import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import jax
 
@@ -87,6 +87,7 @@ def _run(config: Config, signals: StopSignals) -> int:
                 config.logging.progress if is_writer else "off",
                 num_steps=config.train.num_steps,
                 start_step=trainer.start.step,
+                warns=is_writer,
             )
         if directory.left_by and is_writer:
             print(f"recovered the lock of a run that did not end by itself ({directory.left_by})", flush=True)
@@ -108,7 +109,8 @@ def _faults_recorded(events: Events) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        events.record("fault", kind=type(error).__name__, text=str(error))
+        with suppress(OSError):  # it would hide the fault itself
+            events.record("fault", kind=type(error).__name__, text=str(error))
         raise
 
 

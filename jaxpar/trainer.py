@@ -37,7 +37,9 @@ from jaxpar.step import Step
 
 __all__ = ["Trainer", "evaluate"]
 
-_NO_CHECKPOINT = "no checkpoint was completed yet: starting from the beginning, what metrics.jsonl has is dropped"
+_NO_CHECKPOINT = (
+    "WARNING: no checkpoint was completed yet: starting from the beginning, what metrics.jsonl has is dropped"
+)
 
 
 class Trainer:

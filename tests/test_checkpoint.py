@@ -137,6 +137,31 @@ def test_what_is_kept_is_the_newest_the_regular_and_the_best(tmp_path: Path, ope
     assert _names(tmp_path) == ["2", "6"], "the loss of step 2 is known from its notes"
 
 
+def test_what_cannot_be_read_at_one_moment_is_not_removed(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the older ones the regular one, and the newer one that the run went back from."""
+    state = _state(_shardings((1, 1)))
+    with opened(newest=1, every_steps=4) as checkpoints:
+        for step in (4, 8, 9):
+            _save(checkpoints, state, step)
+        checkpoints.finish()
+    notes = CheckpointStore.notes
+
+    def unreadable(store: CheckpointStore, step: int) -> Notes:
+        if step == 4:
+            raise DamagedCheckpointError("the disk does not answer")
+        return notes(store, step)
+
+    with opened(newest=1, every_steps=4) as checkpoints:
+        with monkeypatch.context() as patched:
+            patched.setattr(CheckpointStore, "notes", unreadable)
+            checkpoints.goes_on_from(8)
+        _save(checkpoints, state, 10)
+        checkpoints.finish()
+    assert _names(tmp_path) == ["10", "4", "8", "9.damaged"]
+
+
 def test_what_a_killed_save_left_is_removed_and_recorded(
     tmp_path: Path, opened: Opened, recorded: list[tuple[str, dict[str, Any]]]
 ) -> None:

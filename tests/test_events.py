@@ -1,6 +1,8 @@
 """`events.jsonl` says who did what when, and any change of it shows."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,26 @@ def test_a_line_says_who_when_and_from_where(tmp_path: Path, monkeypatch: pytest
         assert (events.before, events.head) == (frozenset({"save"}), head)
     history = read_events(path)
     assert (history.hashes, history.problems) == ((head,), ())
+
+
+def test_an_event_that_a_full_disk_refuses_leaves_the_chain_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with Events(path) as events:
+        events.record("start", step=0)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            with pytest.raises(OSError, match="no space left"):
+                events.record("save", step=4)
+        events.record("save", step=8)
+    history = read_events(path)
+    assert [(event["event"], event["step"]) for event in history.events] == [("start", 0), ("save", 8)]
+    assert history.problems == ()
 
 
 def test_a_changed_removed_or_added_line_shows(tmp_path: Path) -> None:

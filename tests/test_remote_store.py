@@ -108,8 +108,9 @@ def test_checkpoints_on_s3_are_kept_restored_and_read_by_the_command(
             _restore(checkpoints, 8)
 
 
+@pytest.mark.parametrize("kind", [ConnectionError, TimeoutError])
 def test_a_store_that_vanishes_is_told_and_an_upload_that_was_cut_off_is_made_up_for(
-    bucket: Any, tmp_path: Path
+    bucket: Any, tmp_path: Path, kind: type[OSError]
 ) -> None:
     staging, monkeypatch = tmp_path / "staging", pytest.MonkeyPatch()
     with open_checkpoints(open_store(URL, staging), Retention(2), timeout_seconds=60) as checkpoints:
@@ -117,11 +118,11 @@ def test_a_store_that_vanishes_is_told_and_an_upload_that_was_cut_off_is_made_up
         checkpoints.finish()
 
         def vanished(*arguments: Any, **options: Any) -> None:
-            raise ConnectionError("the store at https://me:hidden@store does not answer")
+            raise kind("the store at https://me:hidden@store does not answer")
 
         monkeypatch.setattr(checkpoints.store._files, "put", vanished)  # type: ignore[attr-defined]
         _save(checkpoints, 8)
-        with pytest.raises(SaveFailedError, match=r"ConnectionError: the store at https://\*\*\*@store does not"):
+        with pytest.raises(SaveFailedError, match=rf"{kind.__name__}: the store at https://\*\*\*@store does not"):
             checkpoints.finish()
         assert checkpoints.steps() == [4]
         monkeypatch.undo()

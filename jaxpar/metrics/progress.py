@@ -43,12 +43,18 @@ class Progress(Protocol):
 
 
 def make_progress(
-    kind: ProgressKind, *, num_steps: int, start_step: int = 0, console: Console | None = None
+    kind: ProgressKind,
+    *,
+    num_steps: int,
+    start_step: int = 0,
+    console: Console | None = None,
+    warns: bool = True,
 ) -> Progress:
     """The display of a run that goes from `start_step` to `num_steps`.
 
     "auto" is a bar if `console` (default: standard output) is a terminal that can redraw, and lines otherwise.
-    With the first MFU figure its convention is printed.
+    With the first MFU figure its convention is printed. "off" still shows messages that begin with WARNING, which tell
+    of lost work, unless `warns` is false.
 
     Raises:
         ValueError: `kind` is "bar" and there is no such terminal, or `kind` is unknown.
@@ -57,7 +63,7 @@ def make_progress(
     can_redraw = console.is_terminal and not console.is_dumb_terminal
     match kind:
         case "off":
-            return _Silence()
+            return _Silence(console, warns)
         case "lines":
             return _Lines(num_steps, console)
         case "bar" if not can_redraw:
@@ -94,11 +100,16 @@ class _Display(abc.ABC):
 
 
 class _Silence(_Display):
+    def __init__(self, console: Console, warns: bool) -> None:
+        self._console = console
+        self._warns = warns
+
     def update(self, step: int, values: Mapping[str, Value]) -> None:
         pass
 
     def message(self, text: str) -> None:
-        pass
+        if self._warns and text.startswith("WARNING"):
+            _print(self._console, text)
 
 
 class _Lines(_Display):

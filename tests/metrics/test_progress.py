@@ -123,12 +123,14 @@ def test_message_appears_above_the_bar_as_it_is():
     assert "[pipeline] saved :smile:" in [line.strip() for line in _plain(console).splitlines()]
 
 
-def test_off_is_silent():
-    console = _console(terminal=True)
-    with make_progress("off", num_steps=200, console=console) as progress:
+@pytest.mark.parametrize(("warns", "shown"), [(True, "WARNING: step 4 is not saved\n"), (False, "")])
+def test_off_is_silent_but_for_what_tells_of_lost_work(warns, shown):
+    console = _console(terminal=False)
+    with make_progress("off", num_steps=200, console=console, warns=warns) as progress:
         progress.message("text")
+        progress.message("WARNING: step 4 is not saved")
         progress.update(20, FIGURES)
-    assert console.file.getvalue() == ""
+    assert console.file.getvalue() == shown
 
 
 def test_a_loss_that_is_not_finite_is_shown():

@@ -92,13 +92,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
         _flip_arrays(checkpoints / "8")
     again = run_of(config)
     assert again.messages[0].startswith(f"WARNING: the checkpoint of step 8 in {checkpoints} is damaged: ")
-    assert again.messages[1] == "WARNING: going back to the checkpoint of step 4; later steps are made again"
+    assert again.messages[1] == (
+        "WARNING: going back to the checkpoint of step 4; later steps are made again, and what could not be read is "
+        "kept as STEP.damaged"
+    )
     assert again.messages[2] == "continuing after step 4 of 9"
     assert_same_bits(again.state, straight.state)
     assert again.lines == straight.lines
     kinds = [event["event"] for event in again.events]
     assert kinds.index("damaged checkpoint") < kinds.index("restore") < kinds.index("fallback") < kinds.index("resume")
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["4", "8", "9"], "8 was saved again"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["4", "8", "8.damaged", "9"], "8 was saved again"
 
 
 def test_without_any_whole_checkpoint_there_is_an_error_and_nothing_is_changed(
@@ -126,7 +129,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_and_says
     os.mkdir(Path(config.run.dir) / "checkpoints" / "4.orbax-checkpoint-tmp")
     again = run_of(config, stop_after=1)
     assert again.messages[0] == (
-        "no checkpoint was completed yet: starting from the beginning, what metrics.jsonl has is dropped"
+        "WARNING: no checkpoint was completed yet: starting from the beginning, what metrics.jsonl has is dropped"
     )
     kinds = [event["event"] for event in again.events]
     assert kinds == ["start", "cleaned up", "start", "save", "saved", "end"]

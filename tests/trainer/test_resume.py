@@ -119,3 +119,5 @@ def test_credentials_are_not_stored(config_of: Callable[..., Config]) -> None:
     assert "s3://***@bucket/*.txt?token=***" in stored_config(config)
     assert not {"hidden", "abc"} & set(stored_config(config).replace("/", " ").replace("=", " ").split())
     assert _messages(config, config) == ("continuing after step 5 of 9",)
+    config = config_of(evaluation={"sample_prompt": "Password: the"})
+    assert 'sample_prompt = "Password: the"' in stored_config(config), "what is no URL is what the run needs again"
