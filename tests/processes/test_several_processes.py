@@ -46,7 +46,7 @@ def test_a_process_that_hangs_or_is_killed_is_named_and_the_run_goes_on_bit_by_b
 ) -> None:
     status, _, err = work.run(
         "faults",
-        "distributed.heartbeat_timeout_seconds=5",
+        "distributed.heartbeat_timeout_seconds=15",
         options=("--processes", "2", "--max-restarts", "3"),
         events={"1": [[1, 6, "SIGSTOP"]], "2": [[0, 3, "SIGKILL"]]},
     )
