@@ -20,9 +20,10 @@ from typing import Any
 import jax
 
 from jaxpar.backend import prepare
-from jaxpar.command_line import USER_ERROR, UserError, user_errors
+from jaxpar.command_line import UserError, user_errors
 from jaxpar.config import Config, load_config
 from jaxpar.data import declared_vocab_size
+from jaxpar.exit_status import USER_ERROR
 from jaxpar.memory import state_parts
 from jaxpar.optim import PROPERTIES
 from jaxpar.optim.properties import state_arrays

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import jax
 
 from jaxpar.compiler_flags import VARIABLES, compiler_flags, expected_platform
-from jaxpar.config.schema import ParallelConfig, RuntimeConfig
+from jaxpar.config.operation import RuntimeConfig
+from jaxpar.config.schema import ParallelConfig
 
 __all__ = ["Scheduler", "has_float8_products", "matrix_product_forms", "prepare", "prepare_host", "scheduler"]
 

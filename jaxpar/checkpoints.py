@@ -19,18 +19,17 @@ from rich.table import Table
 
 from jaxpar.backend import prepare_host
 from jaxpar.checkpoint_store import CheckpointStore, DamagedCheckpointError, Notes, Retention, brief
-from jaxpar.command_line import FAULT, UserError, user_errors
+from jaxpar.command_line import UserError, user_errors
 from jaxpar.config import Config, changed_keys, parse_config
 from jaxpar.digest import digest_blocks
 from jaxpar.events import Events, read_events
+from jaxpar.exit_status import FAULT, USER_ERROR
 from jaxpar.export import export_parameters
 from jaxpar.metrics import with_unit
 from jaxpar.remote_store import open_store, store_of
 from jaxpar.run_directory import run_directory
 
 __all__ = ["main"]
-
-_USER_ERROR = 2
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return commands[given.command](_open(given.run, Path(staging)), given, console)
     except UserError as error:
         print(error, file=sys.stderr)
-        return _USER_ERROR
+        return USER_ERROR
     except DamagedCheckpointError as error:
         print(f"the checkpoint is damaged: {error}", file=sys.stderr)
         return FAULT

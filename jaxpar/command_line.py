@@ -13,27 +13,18 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 from jaxpar.config import Config, ConfigError, dump_toml, help_text, load_config
+from jaxpar.exit_status import FAULT, INTERRUPTED, STOPPED, USER_ERROR
 
 if TYPE_CHECKING:
     from jaxpar.member import Member
 
 __all__ = [
-    "FAULT",
-    "INTERRUPTED",
-    "STOPPED",
-    "USER_ERROR",
     "StopSignals",
     "Stopped",
     "UserError",
     "run_command",
     "user_errors",
 ]
-
-FAULT = 1
-USER_ERROR = 2
-STOPPED = 75
-"""A signal ended the run with nothing lost (EX_TEMPFAIL): the same command goes on."""
-INTERRUPTED = 130
 
 _SHOW_CURSOR = b"\x1b[?25h\r\n"
 _REPEATED_SECONDS = 0.5

@@ -13,8 +13,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpar.exit_status import FAULT
 from jaxpar.heartbeat import Heartbeats
-from jaxpar.line import FAULT, Line, Traveller
+from jaxpar.line import Line, Traveller
 
 __all__ = ["Hub"]
 

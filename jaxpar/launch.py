@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TextIO
 
-from jaxpar.command_line import FAULT, INTERRUPTED, STOPPED, USER_ERROR, UserError
+from jaxpar.command_line import UserError
 from jaxpar.compiler_flags import expected_platform
 from jaxpar.config import Config, ConfigError, load_config
+from jaxpar.exit_status import FAULT, INTERRUPTED, STOPPED, USER_ERROR
 
 __all__ = ["main"]
 

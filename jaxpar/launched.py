@@ -9,17 +9,18 @@ import os
 import signal
 import sys
 
+from jaxpar.exit_status import FAULT
+
 __all__ = ["die_with"]
 
 _PR_SET_PDEATHSIG = 1
-_FAULT = 1
 
 
 def die_with(parent: int) -> None:
     """Has the kernel kill this process when its parent ends, however that ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit(_FAULT)
+        sys.exit(FAULT)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FAULT", "Line", "Traveller"]
-
-FAULT = 1
-"""Exit status of processes that end because another one is lost."""
+__all__ = ["Line", "Traveller"]
 
 
 @dataclass(frozen=True)

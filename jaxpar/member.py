@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from jaxpar.line import FAULT, Line, Traveller
+from jaxpar.exit_status import FAULT
+from jaxpar.line import Line, Traveller
 
 __all__ = ["Member", "RollCallError"]
 

@@ -22,7 +22,7 @@ from jax._src.clusters import ClusterEnv
 
 from jaxpar.backend import scheduler
 from jaxpar.config import Config, dump_toml
-from jaxpar.config.schema import DistributedConfig
+from jaxpar.config.operation import DistributedConfig
 from jaxpar.hub import Hub
 from jaxpar.line import Traveller
 from jaxpar.member import Member

@@ -14,10 +14,11 @@ import jax
 
 from jaxpar.checkpoint import SaveFailedError, SaveTimeoutError, open_checkpoints
 from jaxpar.checkpoint_store import Retention
-from jaxpar.command_line import FAULT, STOPPED, StopSignals, run_command, user_errors
+from jaxpar.command_line import StopSignals, run_command, user_errors
 from jaxpar.config import Config
 from jaxpar.data import Tokenizer, declared_vocab_size, make_tokenizer, open_data
 from jaxpar.events import Events
+from jaxpar.exit_status import FAULT, STOPPED
 from jaxpar.metrics import make_progress, with_unit
 from jaxpar.parallel.agreement import any_process, heartbeats
 from jaxpar.plan import Plan, make_plan

@@ -12,7 +12,8 @@ import pytest
 from jaxpar import compiler_flags as flags_module
 from jaxpar.backend import has_float8_products, matrix_product_forms, prepare
 from jaxpar.compiler_flags import compiler_flags, expected_platform, without_combining
-from jaxpar.config.schema import ParallelConfig, RuntimeConfig
+from jaxpar.config.operation import RuntimeConfig
+from jaxpar.config.schema import ParallelConfig
 from jaxpar.parallel.constrain import Execution
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +22,8 @@ _PREPARED = """
 import os
 from jaxpar.backend import prepare
 from jaxpar.compiler_flags import compiler_flags, expected_platform, without_combining
-from jaxpar.config.schema import ParallelConfig, RuntimeConfig
+from jaxpar.config.operation import RuntimeConfig
+from jaxpar.config.schema import ParallelConfig
 runtime = RuntimeConfig(xla_flags=("--xla_cpu_multi_thread_eigen=false",), compilation_cache="programs")
 print(*prepare(ParallelConfig(simulated_devices=3), runtime), sep="\\n")
 import jax
@@ -53,7 +55,8 @@ def test_devices_flags_and_cache_are_set_and_said(tmp_path: Path) -> None:
 _WITH_A_PLUGIN = """
 import os
 from jaxpar.backend import prepare
-from jaxpar.config.schema import ParallelConfig, RuntimeConfig
+from jaxpar.config.operation import RuntimeConfig
+from jaxpar.config.schema import ParallelConfig
 parallel = ParallelConfig(bucket_bytes=1000)
 print(*prepare(parallel, RuntimeConfig(xla_flags=("--xla_gpu_all_reduce_combine_threshold_bytes=3",))), sep="\\n")
 print(os.environ["XLA_FLAGS"])

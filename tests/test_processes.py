@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxpar.config import load_config, parse_config
-from jaxpar.config.schema import DistributedConfig
+from jaxpar.config.operation import DistributedConfig
 from jaxpar.processes import Place, find_place, joined, local_parallel, placeless
 
 VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID",
