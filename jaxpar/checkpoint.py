@@ -10,11 +10,12 @@ A save that fails is reported and tried again at the next; the one that a run en
 import contextlib
 import math
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
@@ -28,11 +29,13 @@ from jaxpar.checkpoint_store import (
     brief,
 )
 from jaxpar.digest import digest_arrays
-from jaxpar.parallel.agreement import failures, of_the_first
+from jaxpar.parallel.agreement import failures, of_the_first, rest
 from jaxpar.restore import read_arrays
 from jaxpar.state import TrainState
 
 __all__ = ["Checkpoints", "SaveFailedError", "SaveTimeoutError", "open_checkpoints"]
+
+_GRACE_SECONDS = 1.0
 
 Record = Callable[..., None]
 """`record(event, **details)`, as of `jaxpar.events.Events`."""
@@ -48,12 +51,15 @@ class SaveTimeoutError(SaveFailedError):
 
 @dataclass
 class _Save:
-    """A save on its way: what went wrong, once it has ended."""
+    """A save on its way. Once it has ended: what went wrong here, and what went wrong in any process (None until the
+    processes have told each other)."""
 
     step: int
+    deadline: float
     thread: threading.Thread | None = None
     error: str = ""
     timed_out: bool = False
+    failures: list[str] | None = None
 
 
 @contextlib.contextmanager
@@ -75,8 +81,11 @@ def open_checkpoints(
             error = f"checkpoint.directory={str(store)!r} cannot be used: {brief(caught)}; name another directory"
     if failed := failures(error):
         raise ValueError(failed[0])
-    with Checkpoints(store, retention, timeout_seconds=timeout_seconds, record=record) as checkpoints:
+    checkpoints = Checkpoints(store, retention, timeout_seconds=timeout_seconds, record=record)
+    try:
         yield checkpoints
+    finally:
+        checkpoints.join()
 
 
 class Checkpoints:
@@ -90,7 +99,7 @@ class Checkpoints:
         self._record = record or _nowhere
         self._is_writer = jax.process_index() == 0
         self._losses: dict[int, float | None] = {}
-        self._messages: list[str] = []
+        self._messages: deque[str] = deque()
         self._last: _Save | None = None
 
     def steps(self) -> list[int]:
@@ -151,9 +160,14 @@ class Checkpoints:
         }
         saved_at = datetime.now(UTC).isoformat(timespec="seconds")
         notes = replace(notes, arrays=noted, saved_at=saved_at)
-        save = self._last = _Save(notes.step)
+        save = self._last = _Save(notes.step, deadline=time.monotonic() + self._timeout_seconds)
         with contextlib.suppress(OSError):  # a full disk: the save itself will tell
             self._record("save", step=notes.step, directory=str(self.store))
+        # Orbax would let the other processes wait for minutes for the one that cannot begin.
+        if failed := failures(self._obstacle()):
+            save.failures = failed
+            self._failed(save, failed[0])
+            return
         try:
             with self._context():
                 response = ocp.save_checkpointables_async(
@@ -198,22 +212,29 @@ class Checkpoints:
 
     def messages(self) -> list[str]:
         """What there is to tell of saves since the last call."""
-        told, self._messages = self._messages, []
-        return told
+        # One by one: the thread of a save adds to them.
+        return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def wait(self) -> None:
-        """Waits until the save that is on its way has ended, well or not.
+        """Waits until the save that is on its way has ended in every process, well or not.
 
         Raises:
-          SaveTimeoutError: it does not end.
+          SaveTimeoutError: it does not end in this process.
         """
-        if self._last is not None and self._last.thread is not None:
-            self._last.thread.join()
-            if self._last.timed_out:
-                raise SaveTimeoutError(
-                    f"saving step {self._last.step} to {self.store} has not ended in checkpoint.timeout_seconds="
-                    f"{self._timeout_seconds:g}: storage or another process does not answer"
-                )
+        save = self._last
+        if save is None or save.failures is not None:
+            return
+        # Bounded by itself, and possibly longer than a process may be silent.
+        rest()
+        self.join()
+        save.failures = failures(save.error)
+        if save.timed_out:
+            raise SaveTimeoutError(
+                f"saving step {save.step} to {self.store} has not ended in checkpoint.timeout_seconds="
+                f"{self._timeout_seconds:g}: storage or another process does not answer"
+            )
+        if save.failures and not save.error:
+            self._messages.append(f"WARNING: step {save.step} is not saved: {save.failures[0]}")
 
     def finish(self) -> None:
         """Waits until the last save has ended.
@@ -222,23 +243,17 @@ class Checkpoints:
           SaveFailedError: it failed.
         """
         self.wait()
-        error = self._last.error if self._last is not None else ""
-        if failed := failures(error):
-            assert self._last is not None
-            raise SaveFailedError(f"the state of step {self._last.step} could not be saved: {failed[0]}")
+        if self._last is not None and self._last.failures:
+            raise SaveFailedError(f"the state of step {self._last.step} could not be saved: {self._last.failures[0]}")
 
-    def close(self) -> None:
-        """Waits until everything is on disk; a failure stays for `messages`."""
-        with contextlib.suppress(SaveTimeoutError):
-            self.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def join(self) -> None:
+        """Waits until this process has ended its part of the last save, but not beyond its bound."""
+        save = self._last
+        if save is None or save.thread is None:
+            return
+        save.thread.join(max(0.0, save.deadline - time.monotonic()) + _GRACE_SECONDS)
+        if save.thread.is_alive():
+            self._timed_out(save)
 
     def _read(self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """The arrays, or DamagedCheckpointError in every process if one of them cannot read its part."""
@@ -261,6 +276,15 @@ class Checkpoints:
             raise DamagedCheckpointError("; ".join(failed))
         return arrays
 
+    def _obstacle(self) -> str | None:
+        """Why no checkpoint can be made, if this process, which makes the directories, sees it already."""
+        try:
+            if self._is_writer:
+                self.store.probe()
+        except OSError as error:
+            return brief(error)
+        return None
+
     def _context(self) -> ocp.Context:
         context = ocp.Context()
         # Otherwise a directory that cannot be made is waited for, for minutes, instead of being an error.
@@ -275,8 +299,7 @@ class Checkpoints:
         try:
             response.result(timeout=self._timeout_seconds)
         except TimeoutError:
-            save.timed_out = True
-            self._failed(save, f"it has not ended in checkpoint.timeout_seconds={self._timeout_seconds:g}")
+            self._timed_out(save)
             return
         except Exception as error:
             self._failed(save, brief(error))
@@ -301,6 +324,11 @@ class Checkpoints:
                 self.store.remove(step)
         except Exception as error:
             self._messages.append(f"warning: older checkpoints in {self.store} are left: {brief(error)}")
+
+    def _timed_out(self, save: _Save) -> None:
+        if not save.timed_out:
+            save.timed_out = True
+            self._failed(save, f"it has not ended in checkpoint.timeout_seconds={self._timeout_seconds:g}")
 
     def _failed(self, save: _Save, reason: str) -> None:
         save.error = f"{reason} ({self.store})"

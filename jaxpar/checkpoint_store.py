@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -50,9 +51,9 @@ class ArrayNotes:
 class Notes:
     """What is saved with the state.
 
-    `config` is the resolved configuration (TOML), `tokenizer` its digest. `num_updates` counts steps that changed the
-    parameters. `next_sequence` is the data's cursor: how many sequences all processes together have read. With
-    `seed` and `step` it is all that randomness and the order of the data depend on. `loss` is the held-out loss at this
+    `config` is the resolved configuration (TOML), `tokenizer` and `data` are digests. `num_updates` counts steps that
+    changed the parameters. `next_sequence` is the data's cursor: how many sequences all processes together have read.
+    Like randomness it follows from `step` and the configuration. `loss` is the held-out loss at this
     step, if it was evaluated. `events` is the hash of the last line of `events.jsonl` before the save. `arrays` are the
     state's arrays by path.
     """
@@ -60,10 +61,10 @@ class Notes:
     step: int
     config: str
     tokenizer: str
+    data: str
     vocab_size: int
     padded_vocab_size: int
     num_updates: int
-    seed: int
     next_sequence: int
     loss: float | None
     saved_at: str
@@ -131,6 +132,11 @@ class CheckpointStore:
     def prepare(self) -> None:
         """Makes the directory."""
         self.directory.mkdir(parents=True, exist_ok=True)
+
+    def probe(self) -> None:
+        """Raises OSError if no checkpoint can be made here now."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        Path(tempfile.mkdtemp(prefix=f"probe{_TEMPORARY}", dir=self.directory)).rmdir()
 
     def publish(self, step: int) -> None:
         """Brings a checkpoint that was saved to where it stays; here it is there."""

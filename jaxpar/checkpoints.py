@@ -41,6 +41,12 @@ class _Run:
     config: Config | None = None
 
     @property
+    def locked_apart(self) -> bool:
+        """Whether the checkpoints are in a directory with a lock of its own."""
+        is_shared = self.config is None or bool(self.config.checkpoint.directory)
+        return is_shared and "://" not in str(self.store)
+
+    @property
     def retention(self) -> Retention:
         if self.config is None:
             return Retention(3)
@@ -103,6 +109,8 @@ def _count(text: str) -> int:
 
 def _open(name: str, staging: Path) -> _Run:
     directory = Path(name).expanduser()
+    if directory.name == "checkpoints" and (directory.parent / "config.toml").is_file():
+        directory = directory.parent
     if "://" in name or not (directory / "config.toml").is_file():
         store = open_store(name if "://" in name else str(directory.absolute()), staging)
         if "://" not in name and not directory.is_dir():
@@ -152,17 +160,28 @@ def _read_notes(run: _Run, steps: Iterable[int]) -> dict[int, Notes | str]:
 
 
 def _list(run: _Run, given: argparse.Namespace, console: Console) -> int:
-    table = Table("step", "saved (UTC)", "size", "updates", "held-out loss", "kept as", "state", title=str(run.store))
+    table = Table(
+        "step", "saved (UTC)", "size", "updates", "sequences", "held-out loss", "kept as", "state", title=str(run.store)
+    )
     found = _read_notes(run, _steps(run))
     losses = {step: notes.loss for step, notes in found.items() if isinstance(notes, Notes)}
     for step, notes in found.items():
         size = with_unit(run.store.size_bytes(step))
         if isinstance(notes, str):
-            table.add_row(str(step), "", size, "", "", "", f"[red]{notes}[/red]")
+            table.add_row(str(step), "", size, "", "", "", "", f"[red]{notes}[/red]")
             continue
         loss = "" if notes.loss is None else f"{notes.loss:.4f}"
         kept = ", ".join(_reasons(step, losses, run.retention))
-        table.add_row(str(step), notes.saved_at[:19], size, str(notes.num_updates), loss, kept, "complete")
+        table.add_row(
+            str(step),
+            notes.saved_at[:19],
+            size,
+            str(notes.num_updates),
+            str(notes.next_sequence),
+            loss,
+            kept,
+            "complete",
+        )
     console.print(table)
     return 0
 
@@ -275,6 +294,9 @@ def _prune(run: _Run, given: argparse.Namespace, console: Console) -> int:
         raise ValueError("--keep=0 would leave nothing to go on from; the nearest legal value is 1")
     with contextlib.ExitStack() as opened:
         events = None
+        if run.locked_apart:
+            where = str(run.store.directory)
+            opened.enter_context(run_directory(where, is_writer=True, key="checkpoint.directory"))
         if run.directory is not None:
             opened.enter_context(run_directory(str(run.directory), is_writer=True))
             events = opened.enter_context(Events(run.directory / "events.jsonl"))

@@ -40,6 +40,7 @@ class Hub:
         self._lines: dict[int, Line] = {}
         self._newcomers: set[Line] = set()
         self._gone: set[int] = set()
+        self._pinged_at = 0.0
         self._open_questions: dict[int, dict[int, Any]] = {}
 
     def start(self) -> None:
@@ -167,8 +168,11 @@ class Hub:
                 if index not in self._gone:
                     why = f"{self._travellers[index]} has ended; its own output tells why. All others end with it"
                     return {"end": FAULT, "why": why}
-        self._heartbeats.tick(time.monotonic())
-        self._tell_all({"ping": True})
+        now = time.monotonic()
+        self._heartbeats.tick(now)
+        if now >= self._pinged_at + _TICK_SECONDS:
+            self._pinged_at = now
+            self._tell_all({"ping": True})
         if silent := self._heartbeats.silent():
             return {"end": FAULT, "why": self._hanging(silent), "silent": silent}
         return None

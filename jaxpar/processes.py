@@ -59,6 +59,11 @@ def find_place(config: DistributedConfig) -> Place | None:
     if None in (address, count, index) and config.detect != "off":
         address, count, index, ids = _detected(config, address, count, index, ids)
     given = {"coordinator_address": address, "num_processes": count, "process_id": index}
+    if count is not None and index is not None and index >= count:
+        raise ValueError(
+            f"distributed.process_id={index} must be below distributed.num_processes={count}; legal values: 0 to "
+            f"{count - 1}"
+        )
     if count == 1 or not (any(value is not None for value in given.values()) or config.detect not in ("auto", "off")):
         return None
     for key, value in given.items():
@@ -70,11 +75,6 @@ def find_place(config: DistributedConfig) -> Place | None:
     assert address is not None
     assert count is not None
     assert index is not None
-    if index >= count:
-        raise ValueError(
-            f"distributed.process_id={index} must be below distributed.num_processes={count}; legal values: 0 to "
-            f"{count - 1}"
-        )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(
@@ -145,6 +145,9 @@ def joined(config: Config, end_process: Callable[[int, str], None]) -> Iterator[
     """
     place = find_place(config.distributed)
     if place is None:
+        if config.distributed.local_device_ids:
+            ids = ",".join(map(str, config.distributed.local_device_ids))
+            jax.config.update("jax_cuda_visible_devices", ids)
         yield None
         return
     keys = config.distributed

@@ -99,8 +99,11 @@ class RemoteStore(CheckpointStore):
         return int(self._files.du(self._remote(step)))
 
     def publish(self, step: int) -> None:
-        """Uploads a checkpoint that is complete here, and removes the copy."""
+        """Uploads a checkpoint that is complete here, and removes the copy, with those whose upload failed before."""
         local = self.path(step)
+        for earlier in super().steps():
+            if earlier < step:
+                super().remove(earlier)
         self._remove_remote(step)
         files = sorted(path for path in local.rglob("*") if path.is_file() and path.name != COMMITTED)
         targets = [f"{self._remote(step)}/{path.relative_to(local).as_posix()}" for path in files]

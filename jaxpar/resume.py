@@ -18,7 +18,6 @@ from jaxpar.checkpoint_store import ASIDE, DamagedCheckpointError, Notes
 from jaxpar.config import Config, changed_keys, dump_toml, parse_config
 from jaxpar.config.credentials import masked
 from jaxpar.config.toml_writer import write_toml
-from jaxpar.data import Tokenizer
 from jaxpar.optim import Optimizer, learning_rates, make_schedule
 from jaxpar.parallel.agreement import of_the_first
 from jaxpar.parallel.dispatch import one_at_a_time
@@ -75,7 +74,8 @@ class Start:
 def find_start(
     plan: Plan,
     optimizer: Optimizer,
-    tokenizer: Tokenizer,
+    tokenizer_digest: str,
+    data_digest: str,
     checkpoints: Checkpoints,
     *,
     saved_before: bool,
@@ -101,7 +101,7 @@ def find_start(
     for step in steps:
         try:
             notes = checkpoints.notes(step)
-            told, changes = check_run(plan.config, tokenizer, notes)
+            told, changes = check_run(plan.config, tokenizer_digest, data_digest, notes)
             state = _restored(plan, optimizer, checkpoints, notes)
         except DamagedCheckpointError as error:
             messages.append(f"WARNING: the checkpoint of step {step} in {checkpoints.store} is damaged: {error}")
@@ -123,7 +123,9 @@ def find_start(
     raise ValueError("\n".join([*messages, none]))
 
 
-def check_run(config: Config, tokenizer: Tokenizer, notes: Notes) -> tuple[tuple[str, ...], dict[str, tuple[Any, Any]]]:
+def check_run(
+    config: Config, tokenizer_digest: str, data_digest: str, notes: Notes
+) -> tuple[tuple[str, ...], dict[str, tuple[Any, Any]]]:
     """What a user should know of going on from a checkpoint with `config`, and the keys that have changed.
 
     Raises:
@@ -142,10 +144,16 @@ def check_run(config: Config, tokenizer: Tokenizer, notes: Notes) -> tuple[tuple
             f"{saved} that was started with other values:\n{lines}\n"
             "set them back to go on with it, or choose another run.dir"
         )
-    if notes.tokenizer != tokenizer.digest:
+    if notes.tokenizer != tokenizer_digest:
         raise ValueError(
             f"{saved} whose tokenizer was another one, although [data.tokenizer] is the same: its file, or the text "
             "that it is trained on, has changed since. Put that back, or choose another run.dir"
+        )
+    if notes.data != data_digest:
+        raise ValueError(
+            f"{saved} whose data were others, although [data] is the same: files have changed, or a pattern matches "
+            "others than then, so that sequences would be repeated or left out. Put them back, or choose another "
+            "run.dir"
         )
     if notes.step > config.train.num_steps:
         raise ValueError(
@@ -157,7 +165,9 @@ def check_run(config: Config, tokenizer: Tokenizer, notes: Notes) -> tuple[tuple
         if left
         else f"all {notes.step} steps are made"
     )
-    changes.pop("run.dir", None)
+    if not config.checkpoint.directory:
+        # Otherwise its checkpoints were those of another directory's run, which a user must know.
+        changes.pop("run.dir", None)
     return (goes_on, *_change_messages(changes), *_schedule_messages(before, config, notes)), changes
 
 

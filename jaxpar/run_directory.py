@@ -26,12 +26,12 @@ class RunDirectory:
 
 
 @contextlib.contextmanager
-def run_directory(path: str, *, is_writer: bool) -> Iterator[RunDirectory]:
+def run_directory(path: str, *, is_writer: bool, key: str = "run.dir") -> Iterator[RunDirectory]:
     """The directory of a run, made if it is not there; nobody else may write into it meanwhile.
 
     Of a run's processes one is the writer, and holds the lock, a file with the owner's host and process. The lock ends
     with its process, however that ends. Where the file system has no locks, the file is what counts: an owner on this
-    host that is alive, or any on another host, keeps the directory.
+    host that is alive, or any on another host, keeps the directory. `key` is what names it in the configuration.
 
     Raises:
       ValueError: it cannot be written, or another run writes into it.
@@ -43,11 +43,11 @@ def run_directory(path: str, *, is_writer: bool) -> Iterator[RunDirectory]:
             lock = opened.enter_context((directory / _LOCK).open("a+")) if is_writer else None
         except OSError as error:
             reason = "there is a file of this name" if directory.is_file() else error.strerror
-            raise ValueError(f"run.dir={path!r} cannot be written: {reason}; name another directory") from error
+            raise ValueError(f"{key}={path!r} cannot be written: {reason}; name another directory") from error
         if lock is None:
             yield RunDirectory(directory)
             return
-        left_by = _take(lock, path)
+        left_by = _take(lock, path, key)
         try:
             yield RunDirectory(directory, left_by)
         finally:
@@ -64,16 +64,16 @@ def write_whole(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _take(lock: IO[str], path: str) -> str:
+def _take(lock: IO[str], path: str, key: str) -> str:
     """Locks the file and writes the owner into it; returns whose entry was there."""
     try:
         has_locks = lock_file(lock, wait=False)
     except BlockingIOError:
-        raise ValueError(_in_use(path, _owner(lock))) from None
+        raise ValueError(_in_use(key, path, _owner(lock))) from None
     owner = _owner(lock)
     if owner and not has_locks and _may_live(owner):
         fix = "" if owner["host"] == socket.gethostname() else f", or remove {Path(path) / _LOCK} if that run is over"
-        raise ValueError(_in_use(path, owner) + fix)
+        raise ValueError(_in_use(key, path, owner) + fix)
     lock.truncate(0)
     entry = {"host": socket.gethostname(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
     lock.write(json.dumps(entry) + "\n")
@@ -81,9 +81,9 @@ def _take(lock: IO[str], path: str) -> str:
     return _name(owner) if owner else ""
 
 
-def _in_use(path: str, owner: Mapping[str, Any] | None) -> str:
+def _in_use(key: str, path: str, owner: Mapping[str, Any] | None) -> str:
     by = f" ({_name(owner)})" if owner else ""
-    return f"run.dir={path!r} is in use by another process{by}; wait for its end, or name another directory"
+    return f"{key}={path!r} is in use by another process{by}; wait for its end, or name another directory"
 
 
 def _owner(lock: IO[str]) -> Mapping[str, Any] | None:

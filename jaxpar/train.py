@@ -1,8 +1,9 @@
 """`python -m jaxpar.train CONFIG [KEY=VALUE ...]`: trains a model, or goes on with a run that was stopped.
 
 `--print-config` prints the resolved configuration instead, `--help` every key. Ctrl-C or SIGTERM saves the state and
-stops; a second Ctrl-C ends the process at once. Exit status: 0 done, 1 the loss is no longer finite, 2 something in the
-configuration or the data is wrong, 75 stopped by a signal with nothing lost: the same command goes on.
+stops; a second Ctrl-C ends the process at once. Exit status: 0 done, 1 the loss is no longer finite or what must be
+saved cannot be, 2 something in the configuration or the data is wrong, 75 stopped by a signal with nothing lost: the
+same command goes on.
 """
 
 import os
@@ -64,6 +65,9 @@ def _run(config: Config, signals: StopSignals) -> int:
             directory = opened.enter_context(run_directory(config.run.dir, is_writer=is_writer))
             events = opened.enter_context(Events(directory.path / "events.jsonl" if is_writer else None))
             opened.enter_context(_faults_recorded(events))
+            shared = config.checkpoint.directory
+            if shared and "://" not in shared:
+                opened.enter_context(run_directory(shared, is_writer=is_writer, key="checkpoint.directory"))
             if directory.left_by:
                 events.record("stale lock", text=f"left by {directory.left_by}")
             tokenizer = make_tokenizer(config.data, show_progress=show_progress)

@@ -20,7 +20,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jaxpar.checkpoint import Checkpoints
+from jaxpar.checkpoint import Checkpoints, SaveFailedError
 from jaxpar.checkpoint_store import Notes
 from jaxpar.config import parse_config
 from jaxpar.data import Corpus, Tokenizer, heldout_batches, train_batches
@@ -64,7 +64,13 @@ class Trainer:
         config = plan.config
         self.plan, self.step, self.corpus, self.checkpoints, self.events = plan, step, corpus, checkpoints, events
         self.start = find_start(
-            plan, step.optimizer, tokenizer, checkpoints, saved_before="saved" in events.before, record=events.record
+            plan,
+            step.optimizer,
+            tokenizer.digest,
+            corpus.digest,
+            checkpoints,
+            saved_before=bool(events.before & {"saved", "restore"}),
+            record=events.record,
         )
         self._extents = unpadded_shapes(plan, abstract_state(plan, step.optimizer))
         self._byte_lengths = np.zeros(plan.padded_vocab_size, np.int32)
@@ -112,7 +118,7 @@ class Trainer:
         Raises:
           FloatingPointError: the loss or a gradient is not finite, so that the parameters are lost; or so many steps in
             a row were skipped for that (`train.max_skipped`) that the run cannot go on.
-          SaveFailedError: the last state could not be saved.
+          SaveFailedError: the last state, or the metrics, could not be saved.
         """
         config = self.plan.config
         num_steps, number = config.train.num_steps, self.start.step
@@ -209,10 +215,10 @@ class Trainer:
             step=step,
             config=self._config,
             tokenizer=self._tokenizer_digest,
+            data=self.corpus.digest,
             vocab_size=self.plan.vocab_size,
             padded_vocab_size=self.plan.padded_vocab_size,
             num_updates=int(jax.device_get(state.num_updates)),
-            seed=config.run.seed,
             next_sequence=step * config.train.batch_size,
             loss=loss if loss is not None and math.isfinite(loss) else None,
             saved_at="",
@@ -264,13 +270,22 @@ class Trainer:
                 values |= rates.values()
                 if rates.warning:
                     progress.message(f"warning: {rates.warning}")
-            for writer in self._writers:
-                writer.write(step, values)
+            self._write(step, values)
             progress.update(step, values)
         if ends:
             raise FloatingPointError(self._why_it_ends(step, values, failed))
         if failed >= 0:
             progress.message(f"step {step} is skipped: {self._what_failed(failed)} is not finite{_scale_of(values)}")
+
+    def _write(self, step: int, values: Mapping[str, Any]) -> None:
+        try:
+            for writer in self._writers:
+                writer.write(step, values)
+        except OSError as error:
+            raise SaveFailedError(
+                f"the metrics of step {step} cannot be written ({error}); the same command goes on from the newest "
+                "checkpoint once they can"
+            ) from error
 
     def _what_failed(self, index: int) -> str:
         parameters = self.plan.parameters
@@ -305,8 +320,7 @@ class Trainer:
             self.plan, self.step, state.evaluated(self.plan.config), self.corpus, self._byte_lengths, stop
         )
         if values:
-            for writer in self._writers:
-                writer.write(step, values)
+            self._write(step, values)
             shown = [f"{values['eval/loss']:.4f} nats per token"]
             if "eval/bits_per_byte" in values:
                 shown.append(f"{values['eval/bits_per_byte']:.4f} bits per byte")

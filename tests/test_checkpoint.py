@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
+from jaxpar import checkpoint
 from jaxpar.checkpoint import Checkpoints, SaveFailedError, SaveTimeoutError, open_checkpoints
 from jaxpar.checkpoint_store import CheckpointStore, DamagedCheckpointError, Notes, Retention
 from jaxpar.state import TrainState
@@ -50,8 +51,8 @@ def _extents(state: TrainState) -> dict[str, tuple[int, ...]]:
 
 def _save(checkpoints: Checkpoints, state: TrainState, step: int, loss: float | None = None) -> None:
     notes = Notes(
-        step=step, config=f"of step {step}", tokenizer="bytes", vocab_size=8, padded_vocab_size=8, num_updates=step,
-        seed=0, next_sequence=4 * step, loss=loss, saved_at="", events="", arrays={},
+        step=step, config=f"of step {step}", tokenizer="bytes", data="", vocab_size=8, padded_vocab_size=8,
+        num_updates=step, next_sequence=4 * step, loss=loss, saved_at="", events="", arrays={},
     )  # fmt: skip
     checkpoints.save(state, notes, _extents(state))
 
@@ -353,6 +354,36 @@ def test_a_save_that_does_not_end_ends_the_run(opened: Opened, monkeypatch: pyte
         _save(checkpoints, _state(shardings, step=4), 4)
         with pytest.raises(SaveTimeoutError, match=r"saving step 4 to .* has not ended in checkpoint.timeout_seconds"):
             _save(checkpoints, _state(shardings, step=8), 8)
+
+
+def test_an_upload_that_does_not_end_ends_the_run_too(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(checkpoint, "_GRACE_SECONDS", 0.1)
+    with opened(timeout_seconds=1.0) as checkpoints:
+        monkeypatch.setattr(checkpoints.store, "publish", lambda step: ended.wait())
+        _save(checkpoints, _state(_shardings((2, 1)), step=4), 4)
+        with pytest.raises(
+            SaveTimeoutError, match=r"saving step 4 to .* has not ended in checkpoint.timeout_seconds=1:"
+        ):
+            checkpoints.finish()
+        ended.set()
+    (message,) = checkpoints.messages()
+    assert message.startswith("WARNING: step 4 is not saved: it has not ended in checkpoint.timeout_seconds=1 ")
+
+
+def test_a_save_that_cannot_begin_is_told_before_orbax_makes_others_wait(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def called(*_: Any, **__: Any) -> None:
+        raise AssertionError("Orbax must not be called")
+
+    monkeypatch.setattr(ocp, "save_checkpointables_async", called)
+    with opened() as checkpoints:
+        checkpoints.store.directory = tmp_path / "file"
+        checkpoints.store.directory.write_text("")
+        _save(checkpoints, _state(_shardings((2, 1)), step=4), 4)
+        with pytest.raises(SaveFailedError, match=r"step 4 could not be saved: FileExistsError: "):
+            checkpoints.finish()
 
 
 @pytest.mark.parametrize(("mask", "modes"), [(0o077, {0o700, 0o600}), (0o022, {0o755, 0o644})], ids=["0077", "0022"])

@@ -44,6 +44,7 @@ from jaxpar import checkpoint
 from jaxpar.checkpoint_store import CheckpointStore, DamagedCheckpointError, Notes, Retention
 from jaxpar.config import load_config
 from jaxpar.data import make_tokenizer
+from jaxpar.parallel.agreement import agreed
 from jaxpar.plan import make_plan
 from jaxpar.processes import joined, placeless
 from jaxpar.resume import find_start, stored_config
@@ -64,7 +65,7 @@ config = placeless(config)
 plan = make_plan(config, jax.devices(), 257)
 optimizer = optimizer_of(plan)
 tokenizer = make_tokenizer(config.data, show_progress=False)
-events = []
+events, failure = [], ""
 record = lambda event, **details: events.append([event, details.get("step")])
 directory = CheckpointStore(str(pathlib.Path("checkpoints").absolute()))
 with checkpoint.open_checkpoints(directory, Retention(3), timeout_seconds=60, record=record) as opened:
@@ -74,15 +75,32 @@ with checkpoint.open_checkpoints(directory, Retention(3), timeout_seconds=60, re
         add = jax.jit(lambda x: x + 2, out_shardings=plan.replicated)
         for step in (2, 4):
             state = dataclasses.replace(state, step=add(state.step))
-            opened.save(state, Notes(
-                step=step, config=stored_config(config), tokenizer=tokenizer.digest, vocab_size=257,
-                padded_vocab_size=plan.padded_vocab_size, num_updates=step, seed=0, next_sequence=8 * step, loss=None,
+            notes = Notes(
+                step=step, config=stored_config(config), tokenizer=tokenizer.digest, data="", vocab_size=257,
+                padded_vocab_size=plan.padded_vocab_size, num_updates=step, next_sequence=8 * step, loss=None,
                 saved_at="", events="", arrays={},
-            ), extents)
+            )
+            opened.save(state, notes, extents)
             opened.finish()
-    start = find_start(plan, optimizer, tokenizer, opened, saved_before=False, record=record)
+        # A directory that cannot be written, which process 0 alone sees.
+        directory = pathlib.Path("checkpoints")
+        if index == 0:
+            directory.rename("away")
+            directory.write_text("")
+        agreed("gone")
+        opened.save(state, dataclasses.replace(notes, step=6), extents)
+        try:
+            opened.finish()
+        except checkpoint.SaveFailedError as error:
+            failure = str(error)
+        agreed("noticed")
+        if index == 0:
+            directory.unlink()
+            pathlib.Path("away").rename(directory)
+        agreed("back")
+    start = find_start(plan, optimizer, tokenizer.digest, "", opened, saved_before=False, record=record)
 entered.close()
-print(json.dumps({"step": start.step, "messages": start.messages, "events": events}))
+print(json.dumps({"step": start.step, "messages": start.messages, "events": events, "failure": failure}))
 """
 
 
@@ -119,10 +137,11 @@ def test_processes_agree_on_what_they_restore_and_others_can_take_it_over(tmp_pa
         assert status == 0, err
     found = [json.loads(out.splitlines()[-1]) for _, out, _ in ended]
     assert found[0] == found[1] | {"events": found[0]["events"]}
+    assert found[0]["failure"].startswith("the state of step 6 could not be saved: process 0: FileExistsError: ")
     assert found[0]["step"] == 2
     assert found[0]["messages"][0].endswith("is damaged: process 1: it cannot be read: the disk of this host alone")
     assert found[0]["messages"][2] == "continuing after step 2 of 6"
-    kinds = ["save", "saved", "save", "saved", "damaged checkpoint", "restore", "fallback"]
+    kinds = ["save", "saved"] * 2 + ["save", "save failed", "damaged checkpoint", "restore", "fallback"]
     assert [kind for kind, _ in found[0]["events"]] == kinds
 
     ((status, out, err),) = _processes(tmp_path, "parallel.tensor=2", processes=1, devices=2)

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import jax
 import pytest
 
 from jaxpar.config import load_config, parse_config
@@ -63,6 +64,15 @@ def test_open_mpi_is_recognised(environment: pytest.MonkeyPatch) -> None:
     assert (found.index, found.count, found.host, found.local_device_ids) == (1, 2, "10.96.0.1", (1,))
 
 
+def test_one_process_takes_the_gpus_that_are_its(monkeypatch: pytest.MonkeyPatch) -> None:
+    updated: dict[str, Any] = {}
+    monkeypatch.setattr(jax.config, "update", lambda name, value: updated.update({name: value}))
+    config = parse_config({"model": {"name": "transformer"}, "distributed": {"local_device_ids": [2, 3]}})
+    with joined(config, lambda status, why: None) as member:
+        assert member is None
+    assert updated == {"jax_cuda_visible_devices": "2,3"}
+
+
 def test_open_mpi_5_needs_the_address(environment: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^distributed\.coordinator_address is not set, and .*detect='auto' does not"):
         place(environment, OPEN_MPI)
@@ -73,6 +83,7 @@ def test_open_mpi_5_needs_the_address(environment: pytest.MonkeyPatch) -> None:
     ("keys", "message"),
     [
         ({"process_id": 2}, r"distributed\.process_id=2 must be below distributed\.num_processes=2; legal .*: 0 to 1"),
+        ({"num_processes": 1}, r"distributed\.process_id=1 must be below distributed\.num_processes=1; .*: 0 to 0"),
         ({"num_processes": 0}, r"distributed\.num_processes is not set, and distributed\.detect='auto' does not find"),
         ({"process_id": -1, "detect": "off"}, r"distributed\.process_id is not set, and .*detect='off' does not"),
         ({"coordinator_address": "here"}, r"distributed\.coordinator_address='here' must be HOST:PORT, for .*'here:12"),

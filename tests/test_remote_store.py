@@ -60,7 +60,7 @@ def _state(step: int) -> TrainState:
 
 def _save(checkpoints: Any, step: int) -> None:
     notes = Notes(
-        step=step, config="", tokenizer="bytes", vocab_size=8, padded_vocab_size=8, num_updates=step, seed=0,
+        step=step, config="", tokenizer="bytes", data="", vocab_size=8, padded_vocab_size=8, num_updates=step,
         next_sequence=4 * step, loss=None, saved_at="", events="", arrays={},
     )  # fmt: skip
     state = _state(step)

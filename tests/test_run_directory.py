@@ -41,6 +41,11 @@ def test_one_process_writes_into_a_run(tmp_path: Path, monkeypatch: pytest.Monke
             pass
     with run_directory("~/runs/a", is_writer=True) as directory:
         assert directory.left_by == "", "it was given back"
+        with (
+            pytest.raises(ValueError, match=r"^checkpoint\.directory='~/runs/a' is in use by another process \("),
+            run_directory("~/runs/a", is_writer=True, key="checkpoint.directory"),
+        ):
+            pass
 
 
 def test_the_lock_of_a_killed_run_is_taken_over_and_named(tmp_path: Path) -> None:

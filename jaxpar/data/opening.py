@@ -23,10 +23,14 @@ _BATCH_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two streams a source, in the order of `data.sources`."""
+    """Two streams a source, in the order of `data.sources`.
+
+    `digest` is of the texts, and of where the documents of token files begin and end.
+    """
 
     train: tuple[TokenStream, ...]
     heldout: tuple[TokenStream, ...]
+    digest: str
 
 
 def open_data(config: schema.DataConfig, tokenizer: Tokenizer, *, show_progress: bool) -> Corpus:
@@ -39,6 +43,7 @@ def open_data(config: schema.DataConfig, tokenizer: Tokenizer, *, show_progress:
     """
     texts = text_files(config)
     sides = []
+    digests = []
     for index, source in enumerate(config.sources):
         key = f"data.sources[{index}]"
         if isinstance(source, schema.TokenFileSource):
@@ -53,18 +58,25 @@ def open_data(config: schema.DataConfig, tokenizer: Tokenizer, *, show_progress:
         elif isinstance(source, schema.MegatronSource):
             documents = megatron_documents(source, key, vocab_size=tokenizer.vocab_size, show_progress=show_progress)
         else:
-            documents = _tokenised(texts[index], tokenizer, config.cache_dir, show_progress)
+            documents, text_digest = _tokenised(texts[index], tokenizer, config.cache_dir, show_progress)
+            digests.append(text_digest)
         if documents.starts.size == 0:
             raise ValueError(f"{key} is an empty corpus: its files hold no documents")
+        digests.append(documents.digest())
         chosen = held_out(np.arange(documents.starts.size), config.holdout_every)
         sides.append((documents.stream(~chosen), documents.stream(chosen)))
-    return Corpus(train=tuple(train for train, _ in sides), heldout=tuple(heldout for _, heldout in sides))
+    train, heldout = (tuple(streams) for streams in zip(*sides, strict=True))
+    return Corpus(train, heldout, content_key(*digests))
 
 
-def _tokenised(source: TextFiles, tokenizer: Tokenizer, cache_dir: str, show_progress: bool) -> Documents:
-    """Return a text source's documents from the cache: `tokens.bin` and, as int64, the offset at which each ends."""
+def _tokenised(source: TextFiles, tokenizer: Tokenizer, cache_dir: str, show_progress: bool) -> tuple[Documents, str]:
+    """Return a text source's documents from the cache, and the texts' digest.
+
+    Cached are `tokens.bin` and, as int64 in `ends.bin`, the offset at which each document ends.
+    """
     with progress_bar("Hashing text", source.num_bytes, show_progress) as advance:
-        key = content_key(_LAYOUT_VERSION, source.digest(advance), tokenizer.digest)
+        digest = source.digest(advance)
+    key = content_key(_LAYOUT_VERSION, digest, tokenizer.digest)
     dtype: DTypeLike = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
 
     def build(directory: Path) -> None:
@@ -74,7 +86,7 @@ def _tokenised(source: TextFiles, tokenizer: Tokenizer, cache_dir: str, show_pro
     directory = cached_directory(cache_dir, f"tokens/{key}", build)
     tokens = np.memmap(directory / "tokens.bin", dtype, mode="r")
     ends = np.fromfile(directory / "ends.bin", np.int64)
-    return Documents(TokenArrays([tokens]), np.concatenate([[0], ends[:-1]]), ends)
+    return Documents(TokenArrays([tokens]), np.concatenate([[0], ends[:-1]]), ends), digest
 
 
 def _write_tokens(directory: Path, source: TextFiles, tokenizer: Tokenizer, dtype: DTypeLike, advance: Advance) -> None:

@@ -1,5 +1,6 @@
 """Token streams: chosen documents of memory-mapped token files, read as if they stood one after the other."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,13 @@ class Documents:
     tokens: TokenArrays
     starts: Offsets
     ends: Offsets
+
+    def digest(self) -> str:
+        """Return a hash of where the documents lie."""
+        total = hashlib.blake2b(digest_size=16)
+        for offsets in (self.starts, self.ends):
+            total.update(np.ascontiguousarray(offsets, np.int64).data)
+        return total.hexdigest()
 
     def stream(self, chosen: NDArray[np.bool_]) -> "TokenStream":
         """Return the chosen documents as one stream."""

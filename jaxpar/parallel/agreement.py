@@ -20,6 +20,7 @@ __all__ = [
     "failures",
     "heartbeats",
     "of_the_first",
+    "rest",
     "together",
 ]
 
@@ -134,6 +135,12 @@ def any_process(condition: Callable[[], bool]) -> Callable[[], bool]:
 def heartbeats() -> Iterator[None]:
     """A block around a loop that calls what `any_process` gives; no heartbeats are expected after it."""
     yield
+    rest()
+
+
+def rest() -> None:
+    """Says that this process waits for something that has a bound of its own: it is watched again from its next
+    heartbeat on."""
     channel = _active.get()
     if channel is not None:
         channel.rest()

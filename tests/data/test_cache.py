@@ -45,6 +45,22 @@ def entries(tmp_path):
     return [path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir()]
 
 
+def test_a_corpus_has_the_digest_of_its_texts(tmp_path):
+    """Also where their tokens are as many as before."""
+
+    def digest(**changes):
+        config = data_config(tmp_path, **changes)
+        return open_data(config, make_tokenizer(config, show_progress=False), show_progress=False).digest
+
+    write_corpus(tmp_path, ["ab", "c"])
+    before = digest()
+    assert digest(holdout_every=2, cache_dir=str(tmp_path / "other")) == before
+    write_corpus(tmp_path, ["ba", "c"])
+    assert digest() != before
+    write_corpus(tmp_path, ["ab", "c"])
+    assert digest() == before
+
+
 def test_tokens_follow_content_and_tokenizer(tmp_path):
     write_corpus(tmp_path, ["ab", "", "c"])
     config = data_config(tmp_path)

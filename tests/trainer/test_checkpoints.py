@@ -84,8 +84,9 @@ def test_a_run_lists_its_checkpoints(run: Path, command: Command) -> None:
         assert rows[2][-1] == "its save was not completed"
         assert rows[0][-1] == rows[3][-1] == "complete"
         assert [row[3] for row in rows] == ["2", "4", "", "8"]
-        assert [bool(row[4]) for row in rows] == [False, True, False, True], "losses of the steps that were evaluated"
-    assert _rows(command(run)[1])[1][5] == "newest, every 4"
+        assert [row[4] for row in rows] == ["8", "16", "", "32"], "four sequences a step"
+        assert [bool(row[5]) for row in rows] == [False, True, False, True], "losses of the steps that were evaluated"
+    assert _rows(command(run)[1])[1][6] == "newest, every 4"
 
 
 def test_verify_finds_what_changed(run: Path, command: Command) -> None:
@@ -130,6 +131,7 @@ def test_prune_keeps_what_is_asked_for_and_never_touches_a_live_run(run: Path, c
         status, out, err = command(run, "prune", "--keep", 1)
         assert (status, out) == (2, "")
         assert "is in use by another process (process " in err
+        assert command(run / "checkpoints", "prune", "--keep", 1)[::2] == (2, err), "they are the run's"
     status, out, _ = command(run, "prune", "--keep", 1, "--keep-every-steps", 0)
     assert status == 0
     assert names() == ["8"]
@@ -137,6 +139,16 @@ def test_prune_keeps_what_is_asked_for_and_never_touches_a_live_run(run: Path, c
     assert [event["step"] for event in removed if event["event"] == "prune"] == [2, 4, 6]
     assert command(run, "verify")[0] == 0
     assert "--keep=0 would leave nothing" in command(run, "prune", "--keep", 0)[2]
+
+
+def test_prune_of_checkpoints_apart_from_a_run_takes_their_own_lock(run: Path, command: Command) -> None:
+    apart = (run / "checkpoints").rename(run / "apart")
+    with run_directory(str(apart), is_writer=True, key="checkpoint.directory"):
+        status, out, err = command(apart, "prune", "--keep", 1)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"checkpoint.directory={str(apart)!r} is in use by another process (process ")
+    assert command(apart, "prune", "--keep", 1)[0] == 0
+    assert sorted(path.name for path in apart.iterdir()) == [".lock", "8"]
 
 
 @pytest.mark.parametrize("which", ["current", "ema"])

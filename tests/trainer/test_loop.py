@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import re
@@ -16,11 +17,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar.checkpoint import open_checkpoints
+from jaxpar.checkpoint import SaveFailedError, open_checkpoints
 from jaxpar.checkpoint_store import CheckpointStore, Notes, Retention
 from jaxpar.config import Config, dump_toml, parse_config
 from jaxpar.data import make_tokenizer, open_data
 from jaxpar.events import Events
+from jaxpar.metrics import JsonLinesWriter
 from jaxpar.plan import Plan, make_plan
 from jaxpar.run_directory import run_directory
 from jaxpar.state import TrainState
@@ -209,6 +211,26 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(config_of: Ca
     ):
         trainer.run(Screen())
     assert [line["loss"] for line in lines_of(config) if line["step"] == 8] == ["NaN"]
+    with opened(config) as trainer:
+        assert trainer.start.step == 4
+
+
+def test_metrics_that_a_full_disk_refuses_end_the_run_with_its_checkpoint_left(
+    config_of: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(logging={"every_steps": 1, "progress": "off"})
+
+    def full(writer: Any, step: int, values: Any) -> None:
+        if step == 6:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(JsonLinesWriter, "write", full)
+    message = (
+        r"^the metrics of step 6 cannot be written \(.*No space left on device\); the same command goes on from the"
+    )
+    with pytest.raises(SaveFailedError, match=message), opened(config) as trainer:
+        trainer.run(Screen())
+    monkeypatch.undo()
     with opened(config) as trainer:
         assert trainer.start.step == 4
 

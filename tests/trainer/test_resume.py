@@ -13,13 +13,15 @@ from jaxpar.resume import check_run, find_start, stored_config
 CONSTANT = {"name": "constant", "warmup_steps": 2}
 
 
-def _messages(old: Config, new: Config, tokenizer: str = "bytes", num_updates: int = 5) -> tuple[str, ...]:
+def _messages(
+    old: Config, new: Config, tokenizer: str = "bytes", data: str = "texts", num_updates: int = 5
+) -> tuple[str, ...]:
     """Of a run that was saved after step 5."""
     notes = Notes(
-        step=5, config=stored_config(old), tokenizer="bytes", vocab_size=257, padded_vocab_size=258,
-        num_updates=num_updates, seed=0, next_sequence=20, loss=None, saved_at="", events="", arrays={},
+        step=5, config=stored_config(old), tokenizer="bytes", data="texts", vocab_size=257, padded_vocab_size=258,
+        num_updates=num_updates, next_sequence=20, loss=None, saved_at="", events="", arrays={},
     )  # fmt: skip
-    return check_run(new, SimpleNamespace(digest=tokenizer), notes)[0]  # type: ignore[arg-type]
+    return check_run(new, tokenizer, data, notes)[0]
 
 
 def test_a_run_goes_on_with_another_layout_length_and_log(config_of: Callable[..., Config]) -> None:
@@ -98,6 +100,17 @@ def test_a_tokenizer_that_changed_behind_its_name_is_refused(config_of: Callable
         _messages(config_of(), config_of(), tokenizer="other")
 
 
+def test_data_that_changed_behind_their_names_are_refused(config_of: Callable[..., Config]) -> None:
+    with pytest.raises(ValueError, match=r"whose data were others, although \[data\] is the same: files have changed"):
+        _messages(config_of(), config_of(), data="other texts")
+
+
+def test_checkpoints_of_another_directorys_run_are_said_to_be(config_of: Callable[..., Config]) -> None:
+    shared = {"directory": "/data/checkpoints"}
+    old, new = (config_of(run={"dir": name}, checkpoint=shared) for name in ("a", "b"))
+    assert _messages(old, new)[1] == "changed: run.dir 'a' → 'b' (not what is trained)"
+
+
 def test_fewer_steps_than_are_made_are_refused(config_of: Callable[..., Config]) -> None:
     shorter = config_of(train={"num_steps": 4, "batch_size": 4})
     with pytest.raises(ValueError, match=r"beyond train.num_steps=4; the nearest legal value is 5"):
@@ -108,10 +121,10 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_again(config_of: Callab
     checkpoints: Any = SimpleNamespace(steps=list, store="/data/checkpoints")
     plan: Any = SimpleNamespace(config=config_of())
     nothing: Any = None
-    start = find_start(plan, nothing, nothing, checkpoints, saved_before=False, record=nothing)
+    start = find_start(plan, nothing, "", "", checkpoints, saved_before=False, record=nothing)
     assert (start.step, start.state, start.messages) == (0, None, ())
     with pytest.raises(ValueError, match=r"saved checkpoints, but there are none in /data/checkpoints; set checkpoint"):
-        find_start(plan, nothing, nothing, checkpoints, saved_before=True, record=nothing)
+        find_start(plan, nothing, "", "", checkpoints, saved_before=True, record=nothing)
 
 
 def test_credentials_are_not_stored(config_of: Callable[..., Config]) -> None:
