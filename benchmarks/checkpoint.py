@@ -77,7 +77,7 @@ class _Run:
         self.step += 1
         self.state = self.state.with_arrays(self.state.by_path() | {"step": self._add(self.state.step)})
         notes = Notes(
-            step=self.step, config=stored_config(self._plan.config), tokenizer="", data="", vocab_size=VOCAB_SIZE,
+            step=self.step, config=stored_config(self._plan.config), tokenizer="", data="",
             padded_vocab_size=self._plan.padded_vocab_size, num_updates=self.step, next_sequence=0, loss=None,
             saved_at="", events="", arrays={},
         )  # fmt: skip

@@ -62,7 +62,6 @@ class Notes:
     config: str
     tokenizer: str
     data: str
-    vocab_size: int
     padded_vocab_size: int
     num_updates: int
     next_sequence: int
@@ -222,6 +221,14 @@ class CheckpointStore:
         aside = self.path(step).with_name(f"{step}{ASIDE}")
         shutil.rmtree(aside, ignore_errors=True)
         self.path(step).rename(aside)
+
+    def aside(self) -> list[str]:
+        """Names of the checkpoints that were set aside."""
+        return sorted(name for name in self._names() if name.endswith(ASIDE))
+
+    def remove_aside(self, name: str) -> None:
+        """Removes a checkpoint that was set aside."""
+        shutil.rmtree(self.directory / name)
 
     def remove_leftovers(self) -> list[str]:
         """Removes what killed saves have left under other names; returns those."""

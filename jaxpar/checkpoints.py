@@ -19,7 +19,7 @@ from rich.table import Table
 
 from jaxpar.backend import prepare_host
 from jaxpar.checkpoint_store import CheckpointStore, DamagedCheckpointError, Notes, Retention, brief
-from jaxpar.command_line import UserError, user_errors
+from jaxpar.command_line import UserError, user_errors, whole_number
 from jaxpar.config import Config, changed_keys, parse_config
 from jaxpar.digest import digest_blocks
 from jaxpar.events import Events, read_events
@@ -90,21 +90,17 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("steps", metavar="STEP", nargs=2, type=int)
     prune = commands.add_parser("prune", help="remove what [checkpoint] need not keep, and what killed saves left")
     for option, meaning in (("keep", "newest"), ("keep-every-steps", "regular"), ("keep-best", "best")):
-        prune.add_argument(f"--{option}", type=_count, metavar="N", help=f"{meaning} ones to keep instead of the run's")
+        prune.add_argument(
+            f"--{option}", type=whole_number, metavar="N", help=f"{meaning} ones to keep instead of the run's"
+        )
+    prune.add_argument("--damaged", action="store_true", help="remove what was set aside as damaged, too")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     export = commands.add_parser("export", help="write the parameters alone, without padding, as safetensors files")
     export.add_argument("directory", metavar="DIRECTORY", type=Path)
     export.add_argument("--step", type=int, help="the newest if left out")
     export.add_argument("--parameters", choices=("current", "ema"), default="current", help="or their moving average")
-    export.add_argument("--file-bytes", type=_count, default=5 << 30, metavar="N", help="largest file (5 GiB)")
+    export.add_argument("--file-bytes", type=whole_number, default=5 << 30, metavar="N", help="largest file (5 GiB)")
     return parser
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError("must be 0 or more")
-    return value
 
 
 def _open(name: str, staging: Path) -> _Run:
@@ -183,6 +179,8 @@ def _list(run: _Run, given: argparse.Namespace, console: Console) -> int:
             "complete",
         )
     console.print(table)
+    if aside := run.store.aside():
+        console.print(f"set aside as damaged (prune --damaged removes them): {', '.join(aside)}")
     return 0
 
 
@@ -311,6 +309,12 @@ def _prune(run: _Run, given: argparse.Namespace, console: Console) -> int:
                 run.store.remove(step)
                 if events is not None:
                     events.record("prune", step=step, directory=str(run.store))
+        for name in run.store.aside() if given.damaged else ():
+            console.print(f"{'would remove' if given.dry_run else 'removed'} {name}")
+            if not given.dry_run:
+                run.store.remove_aside(name)
+                if events is not None:
+                    events.record("prune", name=name, directory=str(run.store))
         if not given.dry_run:
             for name in run.store.remove_leftovers():
                 console.print(f"removed {name}")

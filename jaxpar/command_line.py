@@ -1,5 +1,6 @@
 """What the command lines share: arguments, exit status, signals, and what is set before JAX starts."""
 
+import argparse
 import contextlib
 import os
 import signal
@@ -10,7 +11,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TextIO
 
 from jaxpar.config import Config, ConfigError, dump_toml, help_text, load_config
 from jaxpar.exit_status import FAULT, INTERRUPTED, STOPPED, USER_ERROR
@@ -23,7 +24,9 @@ __all__ = [
     "Stopped",
     "UserError",
     "run_command",
+    "show",
     "user_errors",
+    "whole_number",
 ]
 
 _SHOW_CURSOR = b"\x1b[?25h\r\n"
@@ -75,7 +78,7 @@ def run_command(
     rest = [argument for argument in arguments if not argument.startswith("-")]
     try:
         if {"-h", "--help"} & set(options):
-            _show(f"{(description or '').strip()}\n\n{help_text()}\n")
+            show(f"{(description or '').strip()}\n\n{help_text()}\n")
             return 0
         known = (*flags, "--print-config", "--help")
         if unknown := [option for option in options if option not in known]:
@@ -84,7 +87,7 @@ def run_command(
             raise UserError(f"usage: python -m {module} CONFIG.toml [KEY=VALUE ...]   (--help lists every key)")
         config = load_config(rest[0], rest[1:])
         if "--print-config" in options:
-            _show(dump_toml(config))
+            show(dump_toml(config))
             return 0
         if several_processes:
             return _run_joined(command, config, options)
@@ -169,12 +172,21 @@ def _end_process(status: int, why: str) -> None:
     os._exit(status)
 
 
-def _show(text: str) -> None:
+def show(text: str, sink: TextIO | None = None) -> None:
+    """Writes to `sink` (standard output unless given), whose reader may have left."""
+    sink = sys.stdout if sink is None else sink
     try:
-        print(text, end="", flush=True)
+        print(text, end="", file=sink, flush=True)
     except BrokenPipeError:
         # The reader (`head`, `less`) has seen enough; Python's own flush at exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())
+
+
+def whole_number(text: str) -> int:
+    """An option's value, for argparse."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 or more")
+    return int(text)
 
 
 class Stopped(BaseException):

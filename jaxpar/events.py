@@ -69,8 +69,9 @@ class Events:
             self._head = _hash(lines[-1])
         entries = [entry for line in lines if (entry := _parse(line))]
         self.before = frozenset(entry["event"] for entry in entries)
-        if torn and _parse(torn) is None:
-            self.record(_INCOMPLETE, bytes=len(torn), text="the process that wrote it was killed")
+        # Also if it was the next process, which had ended the line, that was killed before it could say so.
+        if lines and _parse(lines[-1]) is None:
+            self.record(_INCOMPLETE, bytes=len(lines[-1]), text="the process that wrote it was killed")
 
     @property
     def head(self) -> str:

@@ -17,7 +17,7 @@ class Heartbeats:
     A machine that was suspended, or a process that was stopped and goes on, has silent hours behind it in which nobody
     could have called `tick`: they do not count.
 
-    >>> heartbeats = Heartbeats(count=2, timeout_seconds=3)
+    >>> heartbeats = Heartbeats(count=2, timeout_seconds=3, start_seconds=100)
     >>> for second in range(5):
     ...     heartbeats.tick(second)
     ...     heartbeats.beat(0)
@@ -31,11 +31,12 @@ class Heartbeats:
     (1,)
     """
 
-    def __init__(self, *, count: int, timeout_seconds: float):
-        self._timeout_seconds = timeout_seconds
+    def __init__(self, *, count: int, timeout_seconds: float, start_seconds: float):
+        self._timeout_seconds, self._start_seconds = timeout_seconds, start_seconds
         self._beats = [0] * count
         self._heard_at = [0.0] * count
         self._watched: set[int] = set()
+        self._starting = set(range(count))
         self._clock = 0.0
         self._ticked_at: float | None = None
 
@@ -44,10 +45,12 @@ class Heartbeats:
         self._beats[process] += 1
         self._heard_at[process] = self._clock
         self._watched.add(process)
+        self._starting.discard(process)
 
     def rest(self, process: int) -> None:
         """The process has left its loop: it is watched no more until it beats again."""
         self._watched.discard(process)
+        self._starting.discard(process)
 
     def tick(self, now_seconds: float) -> None:
         """Lets time pass."""
@@ -63,3 +66,7 @@ class Heartbeats:
         behind = sorted(process for process in self._watched if self._beats[process] == fewest)
         silent_seconds = min(self._clock - self._heard_at[process] for process in behind)
         return tuple(behind) if silent_seconds >= self._timeout_seconds else ()
+
+    def late(self) -> Sequence[int]:
+        """The processes that have given no sign of life at all, though their start should be over."""
+        return tuple(sorted(self._starting)) if self._clock >= self._start_seconds else ()

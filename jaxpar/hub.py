@@ -27,13 +27,19 @@ class Hub:
     """The server, on a thread of process 0. `start` it before any process, its own too, connects."""
 
     def __init__(
-        self, listener: socket.socket, count: int, *, arrival_seconds: float, heartbeat_seconds: float
+        self,
+        listener: socket.socket,
+        count: int,
+        *,
+        arrival_seconds: float,
+        heartbeat_seconds: float,
+        start_seconds: float,
     ) -> None:
         self._listener = listener
         self._count = count
         self._arrival_seconds = arrival_seconds
-        self._heartbeats = Heartbeats(count=count, timeout_seconds=heartbeat_seconds)
-        self._heartbeat_seconds = heartbeat_seconds
+        self._heartbeats = Heartbeats(count=count, timeout_seconds=heartbeat_seconds, start_seconds=start_seconds)
+        self._heartbeat_seconds, self._start_seconds = heartbeat_seconds, start_seconds
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._travellers: dict[int, Traveller] = {}
@@ -175,6 +181,11 @@ class Hub:
             self._tell_all({"ping": True})
         if silent := self._heartbeats.silent():
             return {"end": FAULT, "why": self._hanging(silent), "silent": silent}
+        if late := self._heartbeats.late():
+            # Those who wait for an answer are not the ones that hang, unless all wait for the devices.
+            answered = {index for answers in self._open_questions.values() for index in answers}
+            hanging = [index for index in late if index not in answered] or late
+            return {"end": FAULT, "why": self._not_started(hanging), "silent": hanging}
         return None
 
     def _handle(self, index: int, message: dict[str, Any]) -> dict[str, Any] | None:
@@ -206,9 +217,15 @@ class Hub:
                 f"no process has given a sign of life within {seconds}: the devices wait for each other for ever, or "
                 "a step, an evaluation or a save takes longer than that"
             )
-        names = ", ".join(str(self._travellers[index]) for index in silent)
-        hangs = "hangs" if len(silent) == 1 else "hang"
-        return f"{names} {hangs}: no sign of life within {seconds}, and the others wait. The run ends"
+        return f"{self._who_hang(silent)}: no sign of life within {seconds}, and the others wait. The run ends"
+
+    def _not_started(self, late: Sequence[int]) -> str:
+        seconds = f"distributed.start_timeout_seconds={self._start_seconds:g}"
+        return f"{self._who_hang(late)}: no first step within {seconds} (restore, data, compilation). The run ends"
+
+    def _who_hang(self, indices: Sequence[int]) -> str:
+        names = ", ".join(str(self._travellers[index]) for index in indices)
+        return f"{names} {'hangs' if len(indices) == 1 else 'hang'}"
 
     def _forget(self, line: Line) -> None:
         self._selector.unregister(line)

@@ -21,13 +21,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
-from jaxpar.command_line import UserError
+from jaxpar.command_line import UserError, show, whole_number
 from jaxpar.compiler_flags import expected_platform
 from jaxpar.config import Config, ConfigError, load_config
+from jaxpar.events import Events
 from jaxpar.exit_status import FAULT, INTERRUPTED, STOPPED, USER_ERROR
+from jaxpar.run_directory import run_directory
 
 __all__ = ["main"]
 
@@ -108,11 +111,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not command or "=" in command[0] or command[0].startswith("-"):
             raise UserError("usage: python -m jaxpar.launch --processes N -- CONFIG.toml [KEY=VALUE ...]   (--help)")
         # Read here too, so that an error in it is shown once.
-        places = _places(load_config(command[0], command[1:]), options.processes, options.devices_per_process)
+        config = load_config(command[0], command[1:])
+        places = _places(config, options.processes, options.devices_per_process)
     except (ConfigError, UserError) as error:
         print(error, file=sys.stderr)
         return USER_ERROR
-    return _Launcher(command, places, options.max_restarts).run()
+    longest = config.checkpoint.timeout_seconds + config.distributed.heartbeat_timeout_seconds
+    return _Launcher(command, places, options.max_restarts, Path(config.run.dir), stop_seconds=longest).run()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -125,23 +130,17 @@ def _parser() -> argparse.ArgumentParser:
         help="simulated CPU devices of each (default: its share of parallel.simulated_devices), or GPUs (default: 1)",
     )  # fmt: skip
     parser.add_argument(
-        "--max-restarts", type=_whole, default=0, help="how often the run starts again after a fault (default: 0)"
+        "--max-restarts", type=whole_number, default=0, help="how often the run starts again after a fault (default: 0)"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CONFIG [KEY=VALUE ...]")
     return parser
 
 
 def _positive(text: str) -> int:
-    number = _whole(text)
+    number = whole_number(text)
     if number == 0:
         raise argparse.ArgumentTypeError("must be 1 or more")
     return number
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 or more")
-    return int(text)
 
 
 def _places(config: Config, count: int, devices: int | None) -> _Places:
@@ -175,15 +174,23 @@ def _places(config: Config, count: int, devices: int | None) -> _Places:
 
 
 class _Launcher:
-    """Starts the processes of a run, watches them, and starts them again."""
+    """Starts the processes of a run, watches them, and starts them again.
 
-    def __init__(self, command: Sequence[str], places: _Places, max_restarts: int):
+    `stop_seconds` is how long they may take to end after a signal: a step and a save, each with its own bound.
+    """
+
+    def __init__(
+        self, command: Sequence[str], places: _Places, max_restarts: int, run_dir: Path, *, stop_seconds: float
+    ):
         self._command = command
         self._places = places
         self._max_restarts = max_restarts
+        self._run_dir = run_dir.expanduser()
+        self._stop_seconds = stop_seconds
         self._children: list[_Child] = []
         self._signals: deque[signal.Signals] = deque()
         self._received: signal.Signals | None = None
+        self._stops_at: float | None = None
         self._writing = threading.Lock()
 
     def run(self) -> int:
@@ -195,11 +202,14 @@ class _Launcher:
                 if outcome.status != FAULT:
                     return outcome.status
                 self._say(outcome.why, *outcome.details)
+                self._record("fault", kind="process", text=outcome.why)
                 if self._received is not None:
                     self._say(f"not started again after {self._received.name}")
                     return FAULT
-                if restart < self._max_restarts and not self._pause(restart, outcome.why):
-                    return STOPPED
+                if restart < self._max_restarts:
+                    if not self._pause(restart, outcome.why):
+                        return STOPPED
+                    self._record("restart", number=restart + 1, of=self._max_restarts)
             if self._max_restarts:
                 self._say(f"giving up after --max-restarts {self._max_restarts}")
             return FAULT
@@ -209,6 +219,17 @@ class _Launcher:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(signal.Signals(number))
+
+    def _record(self, event: str, **details: Any) -> None:
+        """Notes in the run's events what none of its processes, all of which have ended, could."""
+        path = self._run_dir / "events.jsonl"
+        if not path.exists():
+            return
+        try:
+            with run_directory(str(self._run_dir), is_writer=True), Events(path) as events:
+                events.record(event, **details)
+        except (ValueError, OSError) as error:  # another run is there, or the disk is full
+            self._say(f"{event} is not in {path}: {error}")
 
     def _pause(self, restart: int, why: str) -> bool:
         """Waits before a restart, longer each time; False if a signal ends the wait."""
@@ -256,8 +277,9 @@ class _Launcher:
                 child.last_lines.append(text)
                 if source is child.process.stderr:
                     child.last_error = text
+                # Whoever reads it may have seen enough; the process must still be able to write.
                 with self._writing:
-                    print(f"[{child.index}] {text}", file=sink, flush=True)
+                    show(f"[{child.index}] {text}\n", sink)
 
     def _watch(self) -> _Outcome:
         """Waits until all have ended, or those that are left after one has must be made to."""
@@ -279,6 +301,8 @@ class _Launcher:
                 break
             if first is not None and time.monotonic() > deadline:
                 break
+            if self._stops_at is not None and time.monotonic() > self._stops_at:
+                return self._too_slow(left=[child for child in self._children if child not in ended])
             time.sleep(_POLL_SECONDS)
         assert first is not None
         left = [child for child in self._children if child.process.poll() is None]
@@ -302,8 +326,19 @@ class _Launcher:
             details.append(f"{names} did not end within {_OTHERS_SECONDS:g} s after it and was killed")
         return _Outcome(FAULT, why, tuple(details))
 
+    def _too_slow(self, left: Sequence[_Child]) -> _Outcome:
+        assert self._received is not None
+        names = ", ".join(child.name for child in left)
+        self._end_children()
+        return _Outcome(
+            FAULT,
+            f"{names} did not end within {self._stop_seconds:g} s (checkpoint.timeout_seconds + "
+            f"distributed.heartbeat_timeout_seconds) after {self._received.name} and was killed",
+        )
+
     def _forward(self, number: signal.Signals) -> None:
-        self._received = self._received or number
+        if self._received is None:
+            self._received, self._stops_at = number, time.monotonic() + self._stop_seconds
         self._say(f"{number.name} goes on to all processes")
         for child in self._children:
             child.process.send_signal(number)
@@ -320,7 +355,7 @@ class _Launcher:
 
     def _say(self, *lines: str) -> None:
         with self._writing:
-            print(*(f"[launch] {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+            show("".join(f"[launch] {line}\n" for line in lines), sys.stderr)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ from jaxpar.line import Line, Traveller
 __all__ = ["Member", "RollCallError"]
 
 
+_NOTE_SECONDS = 2.0
+
+
 class RollCallError(RuntimeError):
     """The processes of a run did not find each other."""
 
@@ -40,6 +43,7 @@ class Member:
         self._leaving = False
         self._is_said = False
         self._ended = threading.Event()
+        self._note: Callable[[str], None] | None = None
 
     def arrive(self, address: tuple[str, int], *, arrival_seconds: float) -> None:
         """Connects, and waits until all processes have.
@@ -95,6 +99,10 @@ class Member:
         """This process leaves its loop: no more heartbeats are expected of it."""
         self._line.send({"rest": True})
 
+    def at_end(self, note: Callable[[str], None] | None) -> None:
+        """See `Channel`."""
+        self._note = note
+
     def end_all(self, status: int, why: str, *, is_said: bool = False) -> None:
         """Ends this process and all others, which cannot go on without it, with `status`.
 
@@ -145,4 +153,9 @@ class Member:
     def _end(self, status: int, why: str) -> None:
         if not self._leaving:
             self._ended.set()
+            if self._note is not None:
+                # Apart: what this process hangs in may be the disk on which it is noted.
+                thread = threading.Thread(target=self._note, args=(why,), daemon=True)
+                thread.start()
+                thread.join(_NOTE_SECONDS)
             self._end_process(status, "" if self._is_said else why)

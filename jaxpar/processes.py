@@ -175,7 +175,13 @@ def _meet(place: Place, config: Config, end_process: Callable[[int, str], None])
     keys = config.distributed
     arrival, heartbeat = float(keys.initialization_timeout_seconds), float(keys.heartbeat_timeout_seconds)
     if place.index == 0:
-        Hub(_listener(place), place.count, arrival_seconds=arrival, heartbeat_seconds=heartbeat).start()
+        Hub(
+            _listener(place),
+            place.count,
+            arrival_seconds=arrival,
+            heartbeat_seconds=heartbeat,
+            start_seconds=float(keys.start_timeout_seconds),
+        ).start()
     traveller = Traveller(
         index=place.index,
         count=place.count,

@@ -82,8 +82,7 @@ class RemoteStore(CheckpointStore):
         self._files.invalidate_cache()
         if not self._files.exists(self._root):
             return []
-        names = [entry.rstrip("/").rpartition("/")[2] for entry in self._files.ls(self._root, detail=False)]
-        return sorted(int(name) for name in names if name.isdecimal())
+        return sorted(int(name) for name in self._remote_names() if name.isdecimal())
 
     def is_complete(self, step: int) -> bool:
         """Whether all of it is behind the URL."""
@@ -137,6 +136,18 @@ class RemoteStore(CheckpointStore):
             self._files.rm(aside, recursive=True)
         self._files.mv(self._remote(step), aside, recursive=True)
         self._files.invalidate_cache()
+
+    def aside(self) -> list[str]:
+        """Names of what was set aside behind the URL."""
+        return sorted(name for name in self._remote_names() if name.endswith(ASIDE))
+
+    def remove_aside(self, name: str) -> None:
+        """Removes what was set aside behind the URL."""
+        self._files.rm(f"{self._root}/{name}", recursive=True)
+        self._files.invalidate_cache()
+
+    def _remote_names(self) -> list[str]:
+        return [entry.rstrip("/").rpartition("/")[2] for entry in self._files.ls(self._root, detail=False)]
 
     def _remove_remote(self, step: int) -> None:
         remote: Any = self._remote(step)

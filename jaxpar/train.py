@@ -15,13 +15,13 @@ import jax
 
 from jaxpar.checkpoint import SaveFailedError, SaveTimeoutError, open_checkpoints
 from jaxpar.checkpoint_store import Retention
-from jaxpar.command_line import StopSignals, run_command, user_errors
+from jaxpar.command_line import Stopped, StopSignals, run_command, user_errors
 from jaxpar.config import Config
 from jaxpar.data import Tokenizer, declared_vocab_size, make_tokenizer, open_data
 from jaxpar.events import Events
 from jaxpar.exit_status import FAULT, STOPPED
 from jaxpar.metrics import make_progress, with_unit
-from jaxpar.parallel.agreement import any_process, heartbeats
+from jaxpar.parallel.agreement import FailedElsewhereError, any_process, heartbeats, last_words
 from jaxpar.plan import Plan, make_plan
 from jaxpar.remote_store import store_of
 from jaxpar.run_directory import run_directory
@@ -64,7 +64,7 @@ def _run(config: Config, signals: StopSignals) -> int:
             step = Step(plan)
             directory = opened.enter_context(run_directory(config.run.dir, is_writer=is_writer))
             events = opened.enter_context(Events(directory.path / "events.jsonl" if is_writer else None))
-            opened.enter_context(_faults_recorded(events))
+            opened.enter_context(_ends_recorded(events))
             shared = config.checkpoint.directory
             if shared and "://" not in shared:
                 opened.enter_context(run_directory(shared, is_writer=is_writer, key="checkpoint.directory"))
@@ -110,12 +110,24 @@ def _run(config: Config, signals: StopSignals) -> int:
 
 
 @contextmanager
-def _faults_recorded(events: Events) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
+def _ends_recorded(events: Events) -> Iterator[None]:
+    """A block whose untimely end, by an error here or the loss of another process, is among the events."""
+
+    def record(event: str, kind: str, text: str) -> None:
         with suppress(OSError):  # it would hide the fault itself
-            events.record("fault", kind=type(error).__name__, text=str(error))
+            events.record(event, kind=kind, text=text)
+
+    try:
+        with last_words(lambda why: record("fault", "process", why)):
+            yield
+    except (Stopped, KeyboardInterrupt) as stop:
+        record("stopped", type(stop).__name__, str(stop))
+        raise
+    except FailedElsewhereError:
+        record("fault", "process", "another process has failed; its output tells why")
+        raise
+    except BaseException as error:
+        record("fault", type(error).__name__, str(error))
         raise
 
 

@@ -216,7 +216,6 @@ class Trainer:
             config=self._config,
             tokenizer=self._tokenizer_digest,
             data=self.corpus.digest,
-            vocab_size=self.plan.vocab_size,
             padded_vocab_size=self.plan.padded_vocab_size,
             num_updates=int(jax.device_get(state.num_updates)),
             next_sequence=step * config.train.batch_size,

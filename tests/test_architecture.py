@@ -83,7 +83,7 @@ ARROWS: dict[str, set[str]] = {
     "processes": {"config", "backend", "hub", "line", "member", "parallel"},
     "command_line": {"config", "backend", "exit_status", "member", "parallel", "processes"},
     "launched": {"exit_status", "train"},
-    "launch": {"config", "command_line", "compiler_flags", "exit_status"},
+    "launch": {"config", "command_line", "compiler_flags", "events", "exit_status", "run_directory"},
     "train": BELOW_THE_COMMANDS,
     "verify": BELOW_THE_COMMANDS,
     "inspect": BELOW_THE_COMMANDS,

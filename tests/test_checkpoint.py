@@ -51,7 +51,7 @@ def _extents(state: TrainState) -> dict[str, tuple[int, ...]]:
 
 def _save(checkpoints: Checkpoints, state: TrainState, step: int, loss: float | None = None) -> None:
     notes = Notes(
-        step=step, config=f"of step {step}", tokenizer="bytes", data="", vocab_size=8, padded_vocab_size=8,
+        step=step, config=f"of step {step}", tokenizer="bytes", data="", padded_vocab_size=8,
         num_updates=step, next_sequence=4 * step, loss=loss, saved_at="", events="", arrays={},
     )  # fmt: skip
     checkpoints.save(state, notes, _extents(state))

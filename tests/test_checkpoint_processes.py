@@ -76,7 +76,7 @@ with checkpoint.open_checkpoints(directory, Retention(3), timeout_seconds=60, re
         for step in (2, 4):
             state = dataclasses.replace(state, step=add(state.step))
             notes = Notes(
-                step=step, config=stored_config(config), tokenizer=tokenizer.digest, data="", vocab_size=257,
+                step=step, config=stored_config(config), tokenizer=tokenizer.digest, data="",
                 padded_vocab_size=plan.padded_vocab_size, num_updates=step, next_sequence=8 * step, loss=None,
                 saved_at="", events="", arrays={},
             )

@@ -87,6 +87,10 @@ def test_a_line_that_a_kill_cut_off_stays_and_is_named(tmp_path: Path) -> None:
     history = read_events(path)
     assert history.problems == ()
     assert [event["event"] for event in history.events] == ["start", "incomplete line", "resume"]
+    # Killed between the two, the process that went on could end the line but not say so.
+    path.write_bytes(lines[0] + lines[1][:40] + b"\n")
+    assert [json.loads(line)["event"] for line in _written(path, "resume")[2:]] == ["incomplete line", "resume"]
+    assert read_events(path).problems == ()
     # A whole line without its end is no loss.
     path.write_bytes(b"".join(again)[:-1])
     assert [json.loads(line)["event"] for line in _written(path, "end")[3:]] == ["resume", "end"]

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from jaxpar import member as member_module
 from jaxpar.heartbeat import Heartbeats
 from jaxpar.hub import Hub
 from jaxpar.line import Traveller
 from jaxpar.member import Member, RollCallError
-from jaxpar.parallel.agreement import FailedElsewhereError, active, agreed, any_process, together
+from jaxpar.parallel.agreement import FailedElsewhereError, active, agreed, any_process, last_words, together
 
 Ends = list[tuple[int, int, str]]
 
@@ -22,13 +23,26 @@ Ends = list[tuple[int, int, str]]
 class Run:
     """Processes that are threads: what each does is a function of its `Member`."""
 
-    def __init__(self, count: int, *, arrival_seconds: float = 5.0, heartbeat_seconds: float = 30.0) -> None:
+    def __init__(
+        self,
+        count: int,
+        *,
+        arrival_seconds: float = 5.0,
+        heartbeat_seconds: float = 30.0,
+        start_seconds: float = 60.0,
+    ) -> None:
         self.count, self._arrival, self._heartbeat = count, arrival_seconds, heartbeat_seconds
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.ends: Ends = []
         self.members: list[Member] = []
-        Hub(listener, count, arrival_seconds=arrival_seconds, heartbeat_seconds=heartbeat_seconds).start()
+        Hub(
+            listener,
+            count,
+            arrival_seconds=arrival_seconds,
+            heartbeat_seconds=heartbeat_seconds,
+            start_seconds=start_seconds,
+        ).start()
 
     def member(self, index: int, **changes: Any) -> Member:
         said = {"count": self.count, "host": "here", "pid": 100 + index, "version": "jax 1", "config": "c"} | changes
@@ -244,6 +258,58 @@ def test_if_none_is_behind_no_process_is_blamed() -> None:
     assert ends[0][2].startswith("no process has given a sign of life within distributed.heartbeat_timeout_seconds=1:")
 
 
+def test_the_process_that_does_not_come_to_its_first_step_is_named() -> None:
+    run = Run(3, start_seconds=1.0)
+
+    def work(member: Member) -> None:
+        if member.index != 2:
+            member.send("has read its data")
+
+    run.do(work)
+    why = (
+        "process 2 (here, pid 102) hangs: no first step within distributed.start_timeout_seconds=1 (restore, data, "
+        "compilation). The run ends"
+    )
+    assert run.wait_for_ends(3) == [(index, 1, why) for index in range(3)]
+
+
+def test_once_all_have_begun_the_start_has_no_limit() -> None:
+    run = Run(2, start_seconds=1.0)
+
+    def work(member: Member) -> Any:
+        any_process(lambda: False)()
+        if member.index:
+            member.rest()
+        time.sleep(2.5)
+        return agreed(member.index)
+
+    assert run.do(work) == [(0, 1), (0, 1)]
+    assert run.ends == []
+
+
+def test_why_a_process_ends_is_noted_before_it_does_though_the_disk_may_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_module, "_NOTE_SECONDS", 0.2)
+    run = Run(2)
+    members = [run.member(index) for index in range(2)]
+    noted: list[tuple[str, Ends]] = []
+    hangs = threading.Event()
+
+    def work(member: Member) -> None:
+        if member.index == 0:
+            with last_words(lambda why: pytest.fail("the block has ended")):
+                agreed(0)
+            member.at_end(lambda why: (noted.append((why, list(run.ends))), hangs.wait(20)))
+        else:
+            agreed(0)
+
+    run.do(work, members)
+    members[1].end_all(1, "process 1 failed")
+    assert (0, 1, "process 1 failed") in run.wait_for_ends(3)
+    assert [why for why, _ in noted] == ["process 1 failed"]
+    assert all(index != 0 for index, _, _ in noted[0][1])
+    hangs.set()
+
+
 def test_no_heartbeat_is_expected_outside_the_loop() -> None:
     run = Run(2, heartbeat_seconds=1.0)
 
@@ -259,7 +325,7 @@ def test_no_heartbeat_is_expected_outside_the_loop() -> None:
 
 
 def test_time_in_which_nobody_could_look_does_not_count() -> None:
-    heartbeats = Heartbeats(count=1, timeout_seconds=10)
+    heartbeats = Heartbeats(count=1, timeout_seconds=10, start_seconds=100)
     heartbeats.tick(0.0)
     heartbeats.beat(0)
     heartbeats.tick(3600.0)  # the machine was asleep

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from jaxpar import launch
+from jaxpar.events import Events, read_events
 from jaxpar.launch import main
+from jaxpar.run_directory import run_directory
 
 ROOT = Path(__file__).parents[1]
 
@@ -152,6 +154,65 @@ def test_it_gives_up_after_the_last_restart(
     assert launched("sys.exit(3)", "--max-restarts", "2") == 1
     assert (tmp_path / "starts.0").read_text() == "xxx"
     assert capfd.readouterr().err.splitlines()[-1] == "[launch] giving up after --max-restarts 2"
+
+
+def test_what_ends_an_attempt_is_among_the_runs_events(
+    launched: Launch, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "_FIRST_PAUSE_SECONDS", 0.05)
+    path = tmp_path / "of a run" / "events.jsonl"
+    path.parent.mkdir()
+    with Events(path) as events:
+        events.record("start")
+    directory = ('run.dir="of a run"',)
+    assert launched("os.kill(os.getpid(), 9)", "--max-restarts", "1", processes=1, overrides=directory) == 1
+    found = read_events(path)
+    assert found.problems == ()
+    told = [(event["event"], event.get("text", event.get("number"))) for event in found.events]
+    assert [event for event, _ in told] == ["start", "fault", "restart", "fault"]
+    assert re.fullmatch(r"process 0 \(pid \d+\) was killed by SIGKILL", told[1][1])
+    assert told[2][1] == 1
+    capfd.readouterr()
+    with run_directory(str(path.parent), is_writer=True):
+        assert launched("sys.exit(1)", processes=1, overrides=directory) == 1
+    assert len(read_events(path).events) == 4, "it is another run's now"
+    assert "[launch] fault is not in of a run/events.jsonl: run.dir='of a run' is in use" in capfd.readouterr().err
+
+
+def test_processes_that_do_not_end_after_a_signal_are_killed(
+    launched: Launch, capfd: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    script = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open("ready", "w")
+    time.sleep(60)
+    """
+    sender = _send_when(tmp_path / "ready", signal.SIGTERM)
+    bounds = ("checkpoint.timeout_seconds=1", "distributed.heartbeat_timeout_seconds=1")
+    assert launched(script, "--max-restarts", "2", processes=1, overrides=bounds) == 1
+    sender.join()
+    assert re.search(
+        r"^\[launch\] process 0 \(pid \d+\) did not end within 2 s \(checkpoint\.timeout_seconds \+ "
+        r"distributed\.heartbeat_timeout_seconds\) after SIGTERM and was killed$",
+        capfd.readouterr().err,
+        re.MULTILINE,
+    )
+
+
+def test_a_reader_that_leaves_does_not_hold_the_run(launched: Launch, tmp_path: Path) -> None:
+    assert launched("pass") == 0
+    (tmp_path / "script.py").write_text(_BEFORE + 'for _ in range(20000): print("a line of some length")')
+    process = subprocess.Popen(
+        [sys.executable, "-c", _LAUNCHER], env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline().endswith("a line of some length\n")
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert process.stderr.read() == ""
+    process.stderr.close()
 
 
 def _send_when(started: Path, number: signal.Signals) -> threading.Thread:

@@ -1,8 +1,6 @@
 """Checkpoints on S3, that is on a server of its protocol on this machine; and where that goes away."""
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import s3fs
 
 from jaxpar import checkpoints as command
 from jaxpar.checkpoint import SaveFailedError, open_checkpoints
@@ -22,37 +19,6 @@ from jaxpar.state import TrainState
 URL = "s3://bucket/runs/a"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """The address of an S3 server."""
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture
-def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The files of an empty bucket, which credentials of the environment open."""
-    for name, value in (
-        ("AWS_ACCESS_KEY_ID", "testing"),
-        ("AWS_SECRET_ACCESS_KEY", "testing"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-        ("AWS_ENDPOINT_URL", server),
-    ):
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    files = s3fs.S3FileSystem(use_listings_cache=False)
-    files.mkdir("bucket")
-    yield files
-    files.rm("bucket", recursive=True)
-    s3fs.S3FileSystem.clear_instance_cache()
-
-
 def _state(step: int) -> TrainState:
     values = jnp.full((64, 8), float(step))
     return TrainState(step=jnp.int32(step), params={"w": values}, optimizer={"count": jnp.int32(step)})
@@ -60,7 +26,7 @@ def _state(step: int) -> TrainState:
 
 def _save(checkpoints: Any, step: int) -> None:
     notes = Notes(
-        step=step, config="", tokenizer="bytes", data="", vocab_size=8, padded_vocab_size=8, num_updates=step,
+        step=step, config="", tokenizer="bytes", data="", padded_vocab_size=8, num_updates=step,
         next_sequence=4 * step, loss=None, saved_at="", events="", arrays={},
     )  # fmt: skip
     state = _state(step)

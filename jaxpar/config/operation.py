@@ -70,7 +70,10 @@ class DistributedConfig(Section):
     """How long the processes wait for each other at the start; then the missing ones are named, and the run ends."""
     heartbeat_timeout_seconds: Positive = 600
     """A process whose loop gives no sign of life for so long hangs: it is named, and the run ends. Must be longer than
-    the longest step, compilation and save."""
+    the longest step and evaluation."""
+    start_timeout_seconds: Positive = 3600
+    """A process whose loop has not dispatched a first step so long after all have met hangs too. Must be longer than
+    restoring a checkpoint, reading the data and compiling take together."""
 
 
 class RuntimeConfig(Section):

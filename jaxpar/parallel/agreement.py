@@ -19,6 +19,7 @@ __all__ = [
     "any_process",
     "failures",
     "heartbeats",
+    "last_words",
     "of_the_first",
     "rest",
     "together",
@@ -52,6 +53,9 @@ class Channel(Protocol):
 
     def rest(self) -> None:
         """No more heartbeats are expected of this process."""
+
+    def at_end(self, note: Callable[[str], None] | None) -> None:
+        """`note(why)` is called, for a moment, before this process is ended because another one is lost."""
 
 
 _active: ContextVar[Channel | None] = ContextVar("channel", default=None)
@@ -129,6 +133,20 @@ def any_process(condition: Callable[[], bool]) -> Callable[[], bool]:
         return len(before) > 1 and any(_answers(channel, before.pop(0)))
 
     return any_was_true
+
+
+@contextlib.contextmanager
+def last_words(note: Callable[[str], None]) -> Iterator[None]:
+    """A block in which `note(why)` is called, on another thread, before this process ends because another is lost."""
+    channel = _active.get()
+    if channel is None:
+        yield
+        return
+    channel.at_end(note)
+    try:
+        yield
+    finally:
+        channel.at_end(None)
 
 
 @contextlib.contextmanager

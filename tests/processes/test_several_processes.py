@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpar.config import load_config
+from jaxpar.events import read_events
 
 Work = Any
 """See conftest.py."""
@@ -57,6 +58,14 @@ def test_a_process_that_hangs_or_is_killed_is_named_and_the_run_goes_on_bit_by_b
         hung,
     )
     assert re.search(r"restart 2 of 3 .*: process 0 \(pid \d+\) was killed by SIGKILL$", killed)
+    history = read_events(work.directory / "faults" / "events.jsonl")
+    assert history.problems == ()
+    faults = [event["text"] for event in history.events if event["event"] == "fault"]
+    # The first is told by process 0, in its last moment, and by the launcher; of its own death process 0 tells nothing.
+    assert [text.rpartition(": ")[0].startswith("process 0 (pid") for text in faults] == [False, True, False], faults
+    assert re.fullmatch(r"process 1 \(\S+, pid \d+\) hangs: no sign of life .*", faults[0])
+    assert re.fullmatch(r"process 0 \(pid \d+\) was killed by SIGKILL", faults[2])
+    assert [event["number"] for event in history.events if event["event"] == "restart"] == [1, 2]
     assert re.search(r"^\[1\] process 0 \(\S+, pid \d+\) has ended; its own output tells why", err, re.MULTILINE)
     assert work.metrics("faults") == work.metrics("two")
     found, expected = work.state("faults", 12), work.state("two", 12)
@@ -86,6 +95,28 @@ def test_a_preempted_process_stops_all_and_the_run_goes_on_in_another_number_of_
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for line, other in zip(found, expected, strict=True):
         assert line == pytest.approx(other, rel=1e-4)
+
+
+def test_a_run_whose_checkpoints_are_behind_a_url_goes_on_in_more_processes(
+    work: Work, two: tuple[int, str, str], bucket: Any
+) -> None:
+    """One process is preempted, and two go on."""
+    url = "checkpoint.directory=s3://bucket/grown"
+    status, _, err = work.run("grown", url, options=("--processes", "1"), events={"1": [[0, 6, "SIGUSR1"]]})
+    assert status == 75, err
+    names = {name.split("/")[2] for name in bucket.find("bucket/grown")}
+    assert names == {"4", "6"}
+    status, out, err = work.run("grown", url)
+    assert (status, err) == (0, "")
+    assert "[0] continuing after step 6 of 12\n" in out
+    assert work.rows("grown", 1) == {4, 5, 6, 7}
+    found, expected = work.metrics("grown"), work.metrics("two")
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for line, other in zip(found, expected, strict=True):
+        assert line == pytest.approx(other, rel=1e-4)
+    assert {name.split("/")[2] for name in bucket.find("bucket/grown")} == {"6", "8", "12"}
+    assert not (work.directory / "grown" / "checkpoints").exists()
+    assert list((work.directory / "grown" / "staging").iterdir()) == []
 
 
 def test_a_users_error_in_one_process_ends_all_is_shown_once_and_not_repeated(work: Work) -> None:

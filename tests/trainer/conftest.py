@@ -131,8 +131,9 @@ def run_once(config: Config, *, stop_after: int = 0, kill_after: int = 0) -> Ran
         run_directory(config.run.dir, is_writer=True) as directory,
         Events(directory.path / "events.jsonl") as events,
         open_checkpoints(
-            CheckpointStore(str(directory.path / "checkpoints")), Retention(config.checkpoint.keep), timeout_seconds=60,
-            record=events.record,
+            CheckpointStore(str(directory.path / "checkpoints")),
+            Retention(config.checkpoint.keep, config.checkpoint.keep_every_steps, config.checkpoint.keep_best),
+            timeout_seconds=60, record=events.record,
         ) as checkpoints,
         Trainer(plan, called, tokenizer, corpus, checkpoints, directory.path, events) as trainer,
     ):  # fmt: skip

@@ -139,6 +139,34 @@ def test_prune_keeps_what_is_asked_for_and_never_touches_a_live_run(run: Path, c
     assert [event["step"] for event in removed if event["event"] == "prune"] == [2, 4, 6]
     assert command(run, "verify")[0] == 0
     assert "--keep=0 would leave nothing" in command(run, "prune", "--keep", 0)[2]
+    assert "argument --keep: '-1' must be a whole number, 0 or more" in command(run, "prune", "--keep=-1")[2]
+
+
+def test_what_was_set_aside_is_shown_and_removed_when_asked_for(run: Path, command: Command) -> None:
+    names = lambda: sorted(path.name for path in (run / "checkpoints").iterdir())  # noqa: E731
+    (run / "checkpoints" / "6").rename(run / "checkpoints" / "6.damaged")
+    assert "set aside as damaged (prune --damaged removes them): 6.damaged" in command(run)[1]
+    assert command(run, "prune")[1] == "kept: 2, 4, 8\n"
+    assert "would remove 6.damaged" in command(run, "prune", "--damaged", "--dry-run")[1]
+    assert names() == ["2", "4", "6.damaged", "8"]
+    assert "removed 6.damaged" in command(run, "prune", "--damaged")[1]
+    assert names() == ["2", "4", "8"]
+    last = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["name"]) == ("prune", "6.damaged")
+    assert "set aside" not in command(run)[1]
+
+
+def test_the_best_are_kept_also_by_a_run_that_goes_on(
+    config_of: Callable[..., Config], run_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter((2.0, 1.0, 3.0, 4.0))
+    monkeypatch.setattr("jaxpar.trainer.evaluate", lambda *arguments: {"eval/loss": next(losses)})
+    config = config_of(checkpoint={"every_steps": 3, "keep": 1, "keep_best": 1}, train={"num_steps": 12})
+    run_of(config, stop_after=7)
+    run = run_of(config)
+    assert [line["eval/loss"] for line in run.lines if "eval/loss" in line] == [2.0, 1.0, 3.0, 4.0]
+    kept = sorted(int(path.name) for path in (Path(config.run.dir) / "checkpoints").iterdir())
+    assert kept == [6, 12], "step 6 is known to be the best from its checkpoint alone"
 
 
 def test_prune_of_checkpoints_apart_from_a_run_takes_their_own_lock(run: Path, command: Command) -> None:

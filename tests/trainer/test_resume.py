@@ -18,7 +18,7 @@ def _messages(
 ) -> tuple[str, ...]:
     """Of a run that was saved after step 5."""
     notes = Notes(
-        step=5, config=stored_config(old), tokenizer="bytes", data="texts", vocab_size=257, padded_vocab_size=258,
+        step=5, config=stored_config(old), tokenizer="bytes", data="texts", padded_vocab_size=258,
         num_updates=num_updates, next_sequence=20, loss=None, saved_at="", events="", arrays={},
     )  # fmt: skip
     return check_run(new, tokenizer, data, notes)[0]
