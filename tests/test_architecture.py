@@ -89,6 +89,8 @@ ARROWS: dict[str, set[str]] = {
     "inspect": BELOW_THE_COMMANDS,
     "checkpoints": BELOW_THE_COMMANDS,
 }
+# What needs no JAX of jaxpar.parallel.pipeline: schedules can be built, checked and drawn anywhere.
+PURE_PIPELINE = {"schedule", "placing", "orders", "catalogue", "routing", "replay", "validate"}
 # A model names its dims and calls these; mesh and layouts are not its business.
 OPEN_TO_MODELS = {"constrain", "contract", "layers", "loss", "rules", "attention", "embedding"}
 
@@ -237,6 +239,20 @@ def test_reading_configuration_and_data_needs_no_jax(room: str) -> None:
         if _room(module) == room
         for found in _outside(module)
         if found.target.split(".")[0] in ("jax", "flax", "optax", "orbax")
+    ]
+    assert not against
+
+
+def test_schedules_of_pipelines_need_no_jax() -> None:
+    pure = {f"jaxpar.parallel.pipeline.{name}" for name in PURE_PIPELINE}
+    assert pure <= SOURCES.keys()
+    allowed = {*pure, "jaxpar.multiples"}
+    against = [
+        f"{module}, line {found.line}: {found.target}"
+        for module in sorted(pure)
+        for found in imports(SOURCES[module].read_text(encoding="utf-8"))
+        if found.target.split(".")[0] in ("jax", "flax", "optax", "orbax")
+        or (found.target.startswith("jaxpar.") and not {found.target, found.target.rpartition(".")[0]} & allowed)
     ]
     assert not against
 
