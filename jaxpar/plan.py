@@ -23,7 +23,9 @@ from jaxpar.parallel.constrain import Execution, recorded_calls
 from jaxpar.parallel.layers import REMAT_POLICIES
 from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
 from jaxpar.parallel.offload import host_sharding, in_host_memory, readable
+from jaxpar.parallel.pipeline.partition import in_rows
 from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, Table, is_stacked, is_vector, resolve
+from jaxpar.pipeline_plan import PipelinePlan, check_parts, plan_pipeline, work_of_ends
 from jaxpar.requirements import (
     check_calls,
     check_checkpoints,
@@ -75,7 +77,9 @@ class Plan:
     """Where everything lives and how the step runs.
 
     `calls` are the functions that follow the plan, among those that a model may do without, which this one calls
-    ("attention", "contract", "scan_layers"). `notes` are the decisions that a user should know of.
+    ("attention", "contract", "scan_layers"). `pipeline` is None with one stage; with several, the first dim of
+    parameters whose first axis is "layers" has a place for each layer in the order of `pipeline.partition.rows`, and
+    where the stages differ in size, empty ones. `notes` are the decisions that a user should know of.
     """
 
     config: Config
@@ -88,11 +92,19 @@ class Plan:
     abstract_params: Any
     parameters: tuple[Parameter, ...]
     calls: frozenset[str]
+    pipeline: PipelinePlan | None
     notes: tuple[str, ...]
 
     def make_params(self) -> Any:
         """A function's body for jit: the initial parameters, a pure function of `run.seed`."""
-        return _make_params(self.config, self.vocab_size, self.padded_vocab_size)
+        params = _make_params(self.config, self.vocab_size, self.padded_vocab_size)
+        if self.pipeline is None:
+            return params
+        rows = self.pipeline.partition.rows
+        leaves = self.by_path(params)
+        return self.as_params(
+            {path: in_rows(leaf, rows) if is_stacked(self.axes[path]) else leaf for path, leaf in leaves.items()}
+        )
 
     def by_path(self, tree: Any) -> dict[str, Any]:
         """Path → leaf of a pytree that is built like the parameters."""
@@ -223,9 +235,15 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     structure, abstract_params, axes = _abstract_model(config, vocab_size, padded_vocab_size)
     check_optimizer(config.optimizer, config.schedule, axes)
     check_offload(config, axes)
-    parameters = _place(abstract_params, axes, rules, sizes)
     calls = _calls(config, execution, structure, abstract_params)
     check_calls(config, calls)
+    pipeline = None
+    if sizes["pipe"] > 1:
+        check_parts(config, execution, structure, abstract_params, axes)
+        pipeline = plan_pipeline(config, sizes, *calls["scan_layers"], work_of_ends(abstract_params, axes))
+        execution = replace(execution, split_backward=pipeline.schedule.geometry.split)
+        abstract_params = _in_rows(abstract_params, axes, len(pipeline.partition.rows))
+    parameters = _place(abstract_params, axes, rules, sizes)
     return Plan(
         config=config,
         mesh=mesh,
@@ -236,8 +254,15 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
         structure=structure,
         abstract_params=abstract_params,
         parameters=parameters,
-        calls=calls,
-        notes=(*note, *rule_notes, *([attention_note] if "attention" in calls else []), *products_notes),
+        calls=frozenset(calls),
+        pipeline=pipeline,
+        notes=(
+            *note,
+            *rule_notes,
+            *([attention_note] if "attention" in calls else []),
+            *products_notes,
+            *([] if pipeline is None else pipeline.notes),
+        ),
     )
 
 
@@ -284,7 +309,15 @@ def _abstract_model(config: Config, vocab_size: int, padded_vocab_size: int) -> 
     return structure, stored, axes
 
 
-def _calls(config: Config, execution: Execution, structure: Any, abstract_params: Any) -> frozenset[str]:
+def _in_rows(abstract_params: Any, axes: Mapping[str, LogicalAxes], num_rows: int) -> Any:
+    def stacked(keys: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        return jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype) if is_stacked(axes[path]) else leaf
+
+    return jax.tree_util.tree_map_with_path(stacked, abstract_params)
+
+
+def _calls(config: Config, execution: Execution, structure: Any, abstract_params: Any) -> dict[str, Any]:
     """The functions that follow the plan which the model calls, found by tracing it; nothing is computed."""
     shape = (config.train.batch_size, config.data.sequence_length)
     inputs = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("tokens", "positions", "segment_ids")}
@@ -295,7 +328,7 @@ def _calls(config: Config, execution: Execution, structure: Any, abstract_params
     # Attention by tiles lists them, which takes long for a sequence that is far too long: what is called is the same.
     with replace(execution, attention="reference").active(), recorded_calls() as calls:
         jax.eval_shape(call, abstract_params, inputs)
-    return frozenset(calls)
+    return calls
 
 
 def _place(
@@ -328,7 +361,7 @@ def _rules(config: Config, sizes: Mapping[str, int]) -> tuple[ShardingRules, lis
     if config.parallel.sequence_parallel and sizes["tensor"] == 1:
         notes.append("parallel.sequence_parallel=true changes nothing: tensor, over which it splits, has one device")
     weights = {
-        "layers": (), "vocab": tensor, "positions": (), "heads": tensor, "kv_heads": kv_heads, "head_dim": (),
+        "layers": ("pipe",) if sizes["pipe"] > 1 else (), "vocab": tensor, "positions": (), "heads": tensor, "kv_heads": kv_heads, "head_dim": (),
         "mlp": tensor, "norm": (), "vector": (),
     }  # fmt: skip
     # ZeRO: stage 1 splits the optimizer's state, 2 gradients too, 3 parameters too.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Guard", "GuardRules", "in_compute_dtype", "next_guard"]
+__all__ = ["Guard", "GuardRules", "cast_to_compute", "in_compute_dtype", "next_guard"]
 
 
 def in_compute_dtype(loss: Callable, dtype: str, kept: Collection[str]) -> Callable:
@@ -20,14 +20,17 @@ def in_compute_dtype(loss: Callable, dtype: str, kept: Collection[str]) -> Calla
     float32.
     """
 
+    return lambda params, *args: loss(cast_to_compute(params, dtype, kept), *args)
+
+
+def cast_to_compute(params: Any, dtype: str, kept: Collection[str]) -> Any:
+    """Parameters in `dtype`, but for those whose paths are `kept`."""
+
     def cast(keys: tuple, parameter: jax.Array) -> jax.Array:
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         return parameter if path in kept else parameter.astype(dtype)
 
-    def cast_loss(params: Any, *args: Any) -> Any:
-        return loss(jax.tree_util.tree_map_with_path(cast, params, is_leaf=lambda x: hasattr(x, "astype")), *args)
-
-    return cast_loss
+    return jax.tree_util.tree_map_with_path(cast, params, is_leaf=lambda x: hasattr(x, "astype"))
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
 
 def check_layout(config: Config, sizes: Mapping[str, int]) -> None:
     """Raises ValueError if the mesh of `sizes` cannot split what the configuration asks for."""
-    for axis in ("pipe", "expert", "context"):
+    for axis in ("expert", "context"):
         if sizes[axis] != 1:
             raise ValueError(
-                f"parallel.{axis}={sizes[axis]}: this version of jaxpar splits work over data, fsdp and tensor only; "
+                f"parallel.{axis}={sizes[axis]}: this version of jaxpar splits work over pipe, data, fsdp and tensor only; "
                 f"set parallel.{axis}=1"
             )
     _check_divides(config, sizes)

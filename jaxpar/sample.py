@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,8 +12,8 @@ from flax import nnx
 
 from jaxpar.parallel.dispatch import one_at_a_time
 from jaxpar.parallel.feeding import from_whole
-from jaxpar.parallel.loss import FactoredLogits
 from jaxpar.parallel.mesh import BATCH_AXES
+from jaxpar.pipelined import last_logits, pipelined_logits
 from jaxpar.plan import Plan
 
 __all__ = ["continue_tokens"]
@@ -84,13 +83,12 @@ def _next_token(
 ) -> jax.Array:
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
     inputs = {"tokens": tokens_BT, "positions": positions_BT, "segment_ids": None}
-    prediction = nnx.merge(plan.structure, plan.readable(params, plan.evaluated_table))(inputs)
-    if isinstance(prediction, FactoredLogits):
-        hidden_BTD = jax.lax.dynamic_slice_in_dim(prediction.hidden_BTD, last, 1, axis=1)
-        logits_BTV = replace(prediction, hidden_BTD=hidden_BTD).logits()
+    params = plan.readable(params, plan.evaluated_table)
+    if plan.pipeline is not None:
+        logits_BV = pipelined_logits(plan)(params, inputs, last)
     else:
-        logits_BTV = jax.lax.dynamic_slice_in_dim(prediction, last, 1, axis=1)
-    logits_V = logits_BTV[0, 0].astype(jnp.float32)
+        logits_BV = last_logits(nnx.merge(plan.structure, params)(inputs), last)
+    logits_V = logits_BV[0]
     logits_V = jnp.where(jnp.arange(logits_V.size) < vocab_size, logits_V, -jnp.inf)
     if temperature == 0.0:
         return jnp.argmax(logits_V)

@@ -92,6 +92,7 @@ def optimizer_of(plan: Plan) -> Optimizer:
         rounding=config.precision.rounding,
         average_decay=config.train.ema_decay,
         map_updates=_map_updates(plan),
+        rows=() if plan.pipeline is None else plan.pipeline.partition.rows,
     )
 
 

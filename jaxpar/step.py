@@ -4,7 +4,7 @@ Each wrapper takes a function and returns one, and is the identity when off. The
 
 1. `token_loss`: model and cross-entropy, a **sum** over valid tokens (remat happens inside, a layer at a time)
 2. `in_compute_dtype`: weights cast before they are used, gradients back in the parameters' dtype
-3. `loss_gradients`: the derivative of the weighted loss
+3. `loss_gradients`: the derivative of the weighted loss; with pipeline stages `pipelined_gradients` does 1 to 3
 4. `accumulated`: the same, a microbatch at a time
 5. `reduced_once`: the same on each device's part of the batch, with one reduction at the end
 6. `mean_over_tokens`: the weight, which divides **once** by the global number of valid tokens; the loss scale
@@ -26,6 +26,7 @@ from jaxpar.parallel.dispatch import one_at_a_time
 from jaxpar.parallel.loss import LossSettings, LossSums, cross_entropy
 from jaxpar.parallel.offload import gradient_proxies
 from jaxpar.parallel.reduction import on_own_batch, summed_over_devices
+from jaxpar.pipelined import checked, pipelined_gradients, pipelined_loss
 from jaxpar.plan import Plan
 from jaxpar.precision import in_compute_dtype, next_guard
 from jaxpar.state import TrainState, guard_rules, optimizer_of, state_shardings
@@ -70,11 +71,7 @@ class Step:
         self.shardings = state_shardings(plan, self.optimizer)
         gradients = make_gradients(plan)
         update = _make_update(plan, self.optimizer)
-        evaluation_loss = in_compute_dtype(
-            token_loss(plan, LossSettings(chunk_tokens=config.loss.chunk_tokens)),
-            config.precision.compute,
-            plan.vectors,
-        )
+        evaluation_loss = _evaluation_loss(plan)
 
         def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             scale = None if state.guard is None else state.guard.scale
@@ -83,10 +80,10 @@ class Step:
             return update(state, grads, metrics)
 
         def evaluate(params: Params, batch: Batch, byte_lengths: jax.Array) -> dict[str, jax.Array]:
-            _, sums = evaluation_loss(plan.readable(params, plan.evaluated_table), batch, None)
+            nats = evaluation_loss(plan.readable(params, plan.evaluated_table), batch)
             mask = batch["loss_mask"]
             num_bytes = jnp.where(mask, jnp.take(byte_lengths, batch["targets"]), 0).sum()
-            return {"nats": sums.negative_log_likelihood, "tokens": mask.sum(), "bytes": num_bytes}
+            return {"nats": nats, "tokens": mask.sum(), "bytes": num_bytes}
 
         batch_shardings = dict.fromkeys(_BATCH_DTYPES, plan.batch_sharding)
         train = jax.jit(
@@ -108,10 +105,23 @@ def make_gradients(plan: Plan) -> Gradients:
     """Wrappers 1 to 7: `(params, batch, dropout keys, loss scale) -> (clipped gradients, metrics)`."""
     config = plan.config
     settings = LossSettings(config.loss.z_loss, config.loss.label_smoothing, config.loss.chunk_tokens)
-    loss = token_loss(plan, settings)
-    loss = in_compute_dtype(loss, config.precision.compute, plan.vectors)
-    weighted = accumulated(loss_gradients(loss, plan), config.train.microbatches, plan.by_path, plan.axes)
+    if plan.pipeline is None:
+        loss = in_compute_dtype(token_loss(plan, settings), config.precision.compute, plan.vectors)
+        weighted = loss_gradients(loss, plan)
+    else:
+        weighted = pipelined_gradients(plan, settings)
+    weighted = accumulated(weighted, config.train.microbatches, plan.by_path, plan.axes)
     return clipped(mean_over_tokens(reduced_once(weighted, plan)), config.train.max_grad_norm)
+
+
+def _evaluation_loss(plan: Plan) -> Callable[[Params, Batch], jax.Array]:
+    """The negative log-likelihood summed over a batch's valid tokens."""
+    settings = LossSettings(chunk_tokens=plan.config.loss.chunk_tokens)
+    if plan.pipeline is not None:
+        sums = pipelined_loss(plan, settings)
+        return lambda params, batch: sums(params, batch)["loss"]
+    loss = in_compute_dtype(token_loss(plan, settings), plan.config.precision.compute, plan.vectors)
+    return lambda params, batch: loss(params, batch, None)[1].negative_log_likelihood
 
 
 def dropout_keys(plan: Plan, step: jax.Array | int) -> jax.Array:
@@ -128,12 +138,7 @@ def token_loss(plan: Plan, settings: LossSettings) -> Loss:
         model = nnx.merge(plan.structure, params)
         segment_ids = batch["segment_ids"] if with_segments else None
         inputs = {"tokens": batch["tokens"], "positions": batch["positions"], "segment_ids": segment_ids}
-        prediction = model(inputs, dropout_keys=keys_B)
-        if isinstance(prediction, jax.Array) and prediction.shape[-1] != plan.vocab_size:
-            raise ValueError(
-                f"the model returns {prediction.shape[-1]} logits a token for a vocabulary of {plan.vocab_size}; "
-                "cut off the padding, or return FactoredLogits, which does"
-            )
+        prediction = checked(plan, model(inputs, dropout_keys=keys_B))
         sums = cross_entropy(prediction, batch["targets"], batch["loss_mask"], settings)
         return sums.loss, sums
 

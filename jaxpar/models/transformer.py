@@ -87,8 +87,7 @@ class Transformer(nnx.Module):
 
     def __call__(self, inputs: Inputs, *, dropout_keys: jax.Array | None = None) -> FactoredLogits:
         """Predictions for the token after each input token; with a key for each sequence ([B]) as in training."""
-        keys = _two(dropout_keys)
-        return self.head(self.layers(self.embed(inputs, keys[0]), inputs, keys[1]))
+        return self.head(self.layers(self.embed(inputs, dropout_keys), inputs, dropout_keys))
 
     def embed(self, inputs: Inputs, dropout_keys: jax.Array | None = None) -> jax.Array:
         """Token (and position) vectors [B, T, D]."""
@@ -98,7 +97,8 @@ class Transformer(nnx.Module):
         if self.positions is not None:
             x_BTD += lookup(self.positions[...], inputs["positions"], "positions")
         x_BTD = constrain(x_BTD, ("batch", "residual_sequence", "embed"))
-        return constrain(dropout(x_BTD, self.config.dropout, dropout_keys), ("batch", "residual_sequence", "embed"))
+        x_BTD = dropout(x_BTD, self.config.dropout, _two(dropout_keys)[0])
+        return constrain(x_BTD, ("batch", "residual_sequence", "embed"))
 
     def layers(self, x_BTD: jax.Array, inputs: Inputs, dropout_keys: jax.Array | None = None) -> jax.Array:
         """The blocks, one after the other."""
@@ -113,7 +113,7 @@ class Transformer(nnx.Module):
             layer_keys = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, index)
             return nnx.merge(structure, layer)(x_BTD, rotary, segment_ids, config.windows[slot] or None, layer_keys)
 
-        extras = (rotary, inputs["segment_ids"], dropout_keys)
+        extras = (rotary, inputs["segment_ids"], _two(dropout_keys)[1])
         return scan_layers(body, x_BTD, stacked, extras, num_layers=config.num_layers, period=len(config.windows))
 
     def head(self, x_BTD: jax.Array) -> FactoredLogits:

@@ -42,6 +42,7 @@ def make_optimizer(
     rounding: Rounding = "nearest",
     average_decay: float = 0.0,
     map_updates: MapUpdates = AT_ONCE,
+    rows: Sequence[int] = (),
 ) -> Optimizer:
     """The update rule for parameters with the paths and logical axes `axes`.
 
@@ -54,6 +55,7 @@ def make_optimizer(
       rounding: How the update of a bfloat16 parameter is rounded.
       average_decay: Of a moving average of the parameters, kept in the state; 0 keeps none.
       map_updates: How updates are mapped over the layers of stacked parameters, and over the others.
+      rows: The number of the layer in each place of a stack, if they are not in order.
 
     Raises:
       ValueError: a pattern of `optimizer.no_decay` matches no parameter, or there are no layers for
@@ -64,7 +66,7 @@ def make_optimizer(
         path: averaged(_rule(config, path, names, master_weights, rounding), average_decay)
         for path, names in axes.items()
     }
-    return per_layer(rules, axes, learning_rates(config, schedule), seed=seed, map_updates=map_updates)
+    return per_layer(rules, axes, learning_rates(config, schedule), seed=seed, map_updates=map_updates, rows=rows)
 
 
 @singledispatch

@@ -1,12 +1,13 @@
 """Every parameter by its own rule, every layer of a stacked parameter for itself."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxpar.optim.rounding import random_key
@@ -63,12 +64,15 @@ def per_layer(
     *,
     seed: int,
     map_updates: MapUpdates = AT_ONCE,
+    rows: Sequence[int] = (),
 ) -> Optimizer:
     """The optimizer that applies `rules[path]` to every parameter, mapped over the layers of those that are stacked.
 
     Rules see one layer, so that no statistic mixes layers. Parameters of stacks with as many layers are mapped
-    together.
+    together. `rows` are the layers' numbers in the order in which they are stacked (negative where there is none);
+    without, they are in order.
     """
+    ordered = np.maximum(np.asarray(rows, np.int32), 0)
 
     def init(params: Params) -> State:
         def init_one(keys: tuple, parameter: jax.Array) -> Arrays:
@@ -90,16 +94,18 @@ def per_layer(
         jax.tree_util.tree_map_with_path(collect, params, gradients, state["arrays"])
         count = state["count"]
         stacks = _stacks({path: parameter for path, (*_, parameter) in by_path.items()}, axes)
-        deepest = max(stacks, default=0)
+        depths = {size: int(ordered.max()) + 1 if len(ordered) else size for size in stacks if size}
+        deepest = max(depths.values(), default=0)
         shared: Shared = {"count": count, "rate": jnp.asarray(schedule(count), jnp.float32)}
         shared |= {} if accept is None else {"accept": accept}
         new_params: Group = {}
         new_arrays: Group = {}
-        for num_layers, members in stacks.items():
-            update = _if_accepted(_update_of_group(rules, seed, num_layers or deepest))
+        for size, members in stacks.items():
+            update = _if_accepted(_update_of_group(rules, seed, depths.get(size, deepest)))
             operands = [{path: by_path[path][part] for path in members} for part in range(3)]
-            if num_layers:
-                changed = map_updates.layers(update, shared, jnp.arange(num_layers, dtype=jnp.int32), *operands)
+            if size:
+                numbers = jnp.asarray(ordered) if len(ordered) else jnp.arange(size, dtype=jnp.int32)
+                changed = map_updates.layers(update, shared, numbers, *operands)
             else:
                 changed = map_updates.others(update, shared, *operands)
             new_params |= changed[0]

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -40,7 +41,8 @@ class Execution:
     `float32_products` asks for matrix products of 16-bit operands in float32 before they are rounded;
     `transposed_weight_gradients` writes weight gradients on transposed operands: on some backends either decides the
     speed by factors, on none the mathematics. `products` is the format of the operands of `contract`: "compute" (as
-    they come), "float8", or "emulated_float8" (rounded to float8, multiplied as they come).
+    they come), "float8", or "emulated_float8" (rounded to float8, multiplied as they come). `split_backward` keeps the
+    gradients of layers' weights apart from those of their inputs.
     """
 
     mesh: Mesh | None = None
@@ -55,6 +57,7 @@ class Execution:
     float32_products: bool = False
     transposed_weight_gradients: bool = False
     products: str = "compute"
+    split_backward: bool = False
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -75,13 +78,14 @@ def current_execution() -> Execution:
     return _current.get()
 
 
-_calls: ContextVar[set[str] | None] = ContextVar("calls", default=None)
+_calls: ContextVar[dict[str, Any] | None] = ContextVar("calls", default=None)
 
 
 @contextlib.contextmanager
-def recorded_calls() -> Iterator[set[str]]:
-    """The names of the functions, among those that follow the plan, that a model calls when it is traced inside."""
-    calls: set[str] = set()
+def recorded_calls() -> Iterator[dict[str, Any]]:
+    """The names of the functions, among those that follow the plan, that a model calls when it is traced inside, and
+    what each says of itself (its last call, if there are several)."""
+    calls: dict[str, Any] = {}
     token = _calls.set(calls)
     try:
         yield calls
@@ -89,11 +93,11 @@ def recorded_calls() -> Iterator[set[str]]:
         _calls.reset(token)
 
 
-def record_call(name: str) -> None:
+def record_call(name: str, detail: Any = None) -> None:
     """Says that a function which follows the plan is traced."""
     calls = _calls.get()
     if calls is not None:
-        calls.add(name)
+        calls[name] = detail
 
 
 def num_shards(axis: str) -> int:

@@ -1,6 +1,9 @@
-"""Runs a stack of layers: scanned or unrolled, with what the remat policy recomputes."""
+"""Runs a stack of layers: scanned or unrolled, with what the remat policy recomputes; or those of one pipeline stage."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -8,8 +11,9 @@ import jax.numpy as jnp
 
 from jaxpar.parallel.constrain import current_execution, record_call
 from jaxpar.parallel.offload import fetched, is_streamed
+from jaxpar.parallel.pipeline.loop import split_loop
 
-__all__ = ["REMAT_POLICIES", "scan_layers"]
+__all__ = ["REMAT_POLICIES", "StageLayers", "scan_layers", "stage_layers"]
 
 Body = Callable[[Any, jax.Array, Any, jax.Array, int], jax.Array]
 
@@ -35,6 +39,31 @@ REMAT_POLICIES: dict[str, Callable[[Callable], Callable]] = {"none": _everything
 """`remat.policy` → the wrapper of one layer's body."""
 
 
+@dataclass(frozen=True)
+class StageLayers:
+    """The layers that a pipeline stage has: from the model's layer `first` on (traced), `count` of them (traced).
+
+    The stacked weights have one size on all stages, so that some rows may be empty; `is_full` says that none is.
+    """
+
+    first: jax.Array
+    count: jax.Array
+    is_full: bool
+
+
+_stage: ContextVar[StageLayers | None] = ContextVar("stage", default=None)
+
+
+@contextlib.contextmanager
+def stage_layers(layers: StageLayers) -> Iterator[None]:
+    """A block in which `scan_layers` gets the weights of a stage's layers, and runs those."""
+    token = _stage.set(layers)
+    try:
+        yield
+    finally:
+        _stage.reset(token)
+
+
 def scan_layers(
     body: Body, carry: jax.Array, stacked: Any, extras: Any, *, num_layers: int, period: int = 1
 ) -> jax.Array:
@@ -46,8 +75,8 @@ def scan_layers(
       period: layers in one turn of the pattern; `slot` (0 <= slot < period) is the static position in it, so that
         layers may differ in what must be known when compiling, such as the window of their attention.
     """
-    record_call("scan_layers")
-    execution = current_execution()
+    record_call("scan_layers", (num_layers, period))
+    execution, stage = current_execution(), _stage.get()
     stacks, tree = jax.tree.flatten(stacked, is_leaf=is_streamed)
     sliced = [stack.proxy if is_streamed(stack) else stack for stack in stacks]
     # One stack a slot, split outside the loop: what the backward pass needs of a weight is then the stack itself, not
@@ -65,13 +94,26 @@ def scan_layers(
         ]
         return body(jax.tree.unflatten(tree, parts), carry, extras, index, slot)
 
-    def turn(carry: jax.Array, item: tuple) -> tuple[jax.Array, None]:
+    def turn(extras: Any, carry: jax.Array, item: tuple) -> jax.Array:
         turn_index, layers = item
         for slot, layer in enumerate(layers):
             recomputed = execution.remat(lambda layer, x, extras, i, slot=slot: whole_layer(layer, x, extras, i, slot))
-            carry = recomputed(layer, carry, extras, turn_index * period + slot)
-        return carry, None
+            place = turn_index * period + slot
+            if stage is None:
+                carry = recomputed(layer, carry, extras, place)
+                continue
+            after = recomputed(layer, carry, extras, stage.first + place)
+            carry = after if stage.is_full else jnp.where(place < stage.count, after, carry)
+        return carry
 
-    turns = jnp.arange(num_layers // period)
-    carry, _ = jax.lax.scan(turn, carry, (turns, slots), unroll=execution.unroll_layers)
-    return carry
+    num_rows = num_layers if stage is None else sliced[0].shape[0]
+    loop = split_loop if execution.split_backward else _plain_loop
+    return loop(turn, carry, jnp.arange(num_rows // period), slots, extras, unroll=execution.unroll_layers)
+
+
+def _plain_loop(
+    turn: Callable, carry: jax.Array, turns: jax.Array, weights: Any, extras: Any, *, unroll: bool
+) -> jax.Array:
+    """`carry` after `turn(extras, carry, (number, weights of this turn))` for each of `turns`."""
+    body = lambda carry, item: (turn(extras, carry, item), None)  # noqa: E731
+    return jax.lax.scan(body, carry, (turns, weights), unroll=unroll)[0]

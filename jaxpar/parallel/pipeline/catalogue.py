@@ -1,16 +1,16 @@
 """The schedules by name: what each asks of the numbers of ranks, microbatches and chunks."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from types import MappingProxyType
 
 from jaxpar.multiples import nearest_multiples
 from jaxpar.parallel.pipeline import orders
 from jaxpar.parallel.pipeline.placing import Orders, place
-from jaxpar.parallel.pipeline.schedule import HOPS, Geometry, PipelineSchedule
+from jaxpar.parallel.pipeline.schedule import HOPS, Geometry, Kind, PipelineSchedule
 
-__all__ = ["SCHEDULES", "Recipe", "build_schedule"]
+__all__ = ["SCHEDULES", "Recipe", "build_schedule", "forward_schedule"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,18 @@ def build_schedule(
     _check_microbatches(name, recipe, num_ranks, num_microbatches)
     geometry = Geometry(num_ranks, num_microbatches, num_chunks, recipe.placement, recipe.split, hop)
     return PipelineSchedule(name, geometry, place(geometry, recipe.orders(geometry), aligned=recipe.aligned))
+
+
+def forward_schedule(geometry: Geometry, num_microbatches: int) -> PipelineSchedule:
+    """Forwards alone, for the stages of `geometry`, in as few ticks as there can be.
+
+    >>> print(forward_schedule(Geometry(2, 8, 2), 2))
+    F0a F1a F0b F1b   .
+      . F0a F1a F0b F1b
+    """
+    alone = replace(geometry, num_microbatches=num_microbatches, split=False, forward_only=True)
+    forwards = [[task for task in order if task.kind is Kind.FORWARD] for order in orders.interleaved(alone)]
+    return PipelineSchedule("forward", alone, place(alone, forwards))
 
 
 def _check_chunks(name: str, recipe: Recipe, num_chunks: int) -> None:

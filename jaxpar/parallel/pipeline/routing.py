@@ -103,8 +103,9 @@ class _Value(NamedTuple):
 def route(schedule: PipelineSchedule) -> RoutedSchedule:
     """The arrays of a schedule that `validate` accepts."""
     receive, num_receive_slots = _color(_received(schedule))
-    residual, num_residual_slots = _color(_kept(schedule, Kind.FORWARD, Kind.BACKWARD))
-    weight, num_weight_slots = _color(_kept(schedule, Kind.BACKWARD, Kind.WEIGHT) if schedule.geometry.split else ())
+    kinds = schedule.geometry.kinds
+    residual, num_residual_slots = _color(_kept(schedule, Kind.FORWARD, Kind.BACKWARD) if len(kinds) > 1 else ())
+    weight, num_weight_slots = _color(_kept(schedule, Kind.BACKWARD, Kind.WEIGHT) if len(kinds) > 2 else ())
     shape = (schedule.num_ticks, schedule.geometry.num_ranks)
     arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in PER_RANK}
     for name in ("input_slot", "cotangent_slot", "from_previous", "from_next", "own_slot"):
@@ -178,9 +179,9 @@ def _fill_tasks(
         values |= {"is_first": stage == 0, "is_last": stage == last_stage}
         if position in receive:
             values["input_slot" if kind is Kind.FORWARD else "cotangent_slot"] = receive[position]
-        if kind is not Kind.WEIGHT:
+        if kind is not Kind.WEIGHT and residual:
             values["residual_slot"] = residual[Kind.BACKWARD, microbatch, stage]
-        if kind is not Kind.FORWARD and schedule.geometry.split:
+        if kind is not Kind.FORWARD and weight:
             values["weight_slot"] = weight[Kind.WEIGHT, microbatch, stage]
         for name, value in values.items():
             arrays[name][tick, rank] = value

@@ -74,7 +74,8 @@ class Geometry:
     (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 3).
 
     `hop` is the number of ticks after which a neighbour can use a result: with 1 the transfer ends the tick that
-    computed it, with 2 it runs beside the computation of the next tick. On the same rank it is always 1.
+    computed it, with 2 it runs beside the computation of the next tick. On the same rank it is always 1. Where nothing
+    is differentiated there are forwards alone.
     """
 
     num_ranks: int
@@ -83,6 +84,7 @@ class Geometry:
     placement: str = "loop"
     split: bool = False
     hop: int = 1
+    forward_only: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "num_microbatches", "num_chunks"):
@@ -99,7 +101,7 @@ class Geometry:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of task that each stage runs once for each microbatch, in the order of their dependencies."""
-        return (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)[: 3 if self.split else 2]
+        return (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)[: 1 if self.forward_only else 3 if self.split else 2]
 
     @property
     def num_tasks(self) -> int:

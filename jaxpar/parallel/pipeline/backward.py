@@ -1,0 +1,182 @@
+"""A function's gradient in separate pieces, which run at different ticks of a pipeline.
+
+`CutVjp` separates the forward pass from the backward pass: what travels between them is a list of arrays, without those
+that the backward pass gets anyway (parameters, context). `SplitBackward` cuts a backward pass in two again: the input's
+gradient, for which the rank before waits, and the parameters' gradients, for which nobody does (Qi 2023, zero bubble).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+__all__ = ["CutVjp", "SplitBackward", "reads"]
+
+Function = Callable[[Any, Any, Any], Any]
+"""`(parameters, x, context) -> outputs`; nothing in the context is differentiated."""
+Backward = Callable[[Any, Any, Sequence[jax.Array], Any], tuple[Any, Any]]
+"""`(parameters, context, residuals, cotangents of the outputs) -> (gradients of the parameters, gradient of x)`."""
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+"""Primitives that only group others, by the names that versions of JAX give them."""
+
+
+class CutVjp:
+    """Forward and backward pass of `function`, to be traced in this order.
+
+    >>> import jax.numpy as jnp
+    >>> cut = CutVjp(lambda w, x, context: jnp.sin(w * x))
+    >>> y, residuals = cut.forward(2.0, 3.0, None)
+    >>> dw, dx = cut.backward(2.0, None, residuals, jnp.ones(()))
+    >>> bool(jnp.allclose(dx, 2.0 * jnp.cos(6.0)))
+    True
+    """
+
+    def __init__(self, function: Function) -> None:
+        self._function = function
+
+    def forward(self, params: Any, x: Any, context: Any) -> tuple[Any, list[jax.Array]]:
+        """The outputs, and the residuals that `backward` needs beside parameters and context."""
+        outputs, pullback = jax.vjp(lambda params, x: self._function(params, x, context), params, x)
+        leaves, self._tree = jax.tree.flatten(pullback)
+        given = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((params, context)))}
+        self._places = [given.get(id(leaf)) for leaf in leaves]
+        self._key_kinds = [_key_kind(leaf) for leaf in leaves]
+        kept = zip(leaves, self._places, strict=True)
+        return outputs, [_without_kind(leaf) for leaf, place in kept if place is None]
+
+    def backward(self, params: Any, context: Any, residuals: Sequence[jax.Array], cotangents: Any) -> tuple[Any, Any]:
+        """The gradients of the parameters and of x."""
+        given, kept = jax.tree.leaves((params, context)), iter(residuals)
+        leaves = [
+            _with_kind(next(kept), kind) if place is None else given[place]
+            for place, kind in zip(self._places, self._key_kinds, strict=True)
+        ]
+        return jax.tree.unflatten(self._tree, leaves)(cotangents)
+
+
+def reads(function: Callable, tree: Any, *others: Any) -> list[bool]:
+    """Of each leaf of `tree` whether `function(tree, *others)` depends on it; nothing is computed."""
+    leaves, structure = jax.tree.flatten(tree)
+    traced = jax.make_jaxpr(lambda leaves, *others: function(jax.tree.unflatten(structure, leaves), *others))(
+        leaves, *others
+    )
+    found = {id(atom) for equation in traced.jaxpr.eqns for atom in equation.invars}
+    found |= {id(atom) for atom in traced.jaxpr.outvars}
+    return [id(variable) in found for variable in traced.jaxpr.invars[: len(leaves)]]
+
+
+def _key_kind(leaf: jax.Array) -> Any:
+    """How random keys are made, for an array of them: buffers hold their plain data."""
+    return jax.random.key_impl(leaf) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else None
+
+
+def _without_kind(leaf: jax.Array) -> jax.Array:
+    return leaf if _key_kind(leaf) is None else jax.random.key_data(leaf)
+
+
+def _with_kind(data: jax.Array, kind: Any) -> jax.Array:
+    return data if kind is None else jax.random.wrap_key_data(data, impl=kind)
+
+
+class SplitBackward:
+    """`backward` as two functions, `inputs` and `weights`, to be traced in this order.
+
+    The operations that the gradient of x depends on are those of `inputs`, the rest are those of `weights`; values that
+    the rest needs of the first travel between them. A loop is one operation: `jaxpar.parallel.pipeline.layers` writes
+    that over the layers as two.
+    """
+
+    def __init__(self, backward: Backward) -> None:
+        self._backward = backward
+
+    def inputs(
+        self, params: Any, context: Any, residuals: Sequence[jax.Array], cotangents: Any
+    ) -> tuple[Any, list[jax.Array]]:
+        """The gradient of x, and what `weights` needs of it beside parameters and context."""
+        flat, tree = jax.tree.flatten((params, context, list(residuals), cotangents))
+        closed, shapes = jax.make_jaxpr(lambda *leaves: self._traced(tree, leaves), return_shape=True)(*flat)
+        self._params_tree, x_tree = jax.tree.structure(shapes).children()
+        closed = _inlined(closed)
+        num_params, num_x = (len(jax.tree.leaves(part)) for part in shapes)
+        first, self._second = _cut(closed.jaxpr, len(jax.tree.leaves((params, context))), num_params)
+        self._consts = closed.consts
+        results = _run(first, [*self._consts, *flat])
+        return jax.tree.unflatten(x_tree, results[:num_x]), results[num_x:]
+
+    def weights(self, params: Any, context: Any, crossing: Sequence[jax.Array]) -> Any:
+        """The gradients of the parameters."""
+        results = _run(self._second, [*self._consts, *jax.tree.leaves((params, context)), *crossing])
+        return jax.tree.unflatten(self._params_tree, results)
+
+    def _traced(self, tree: Any, leaves: Sequence[Any]) -> tuple[Any, Any]:
+        return self._backward(*jax.tree.unflatten(tree, leaves))
+
+
+def _inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same operations without grouping, so that they can be told apart."""
+
+    def flat(*arguments: Any) -> list[Any]:
+        return _evaluated(closed.jaxpr, closed.consts, arguments)
+
+    return jax.make_jaxpr(flat)(*closed.in_avals)
+
+
+def _evaluated(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        inner = equation.params.get("jaxpr")
+        if equation.primitive.name in _CALLS and inner is not None:
+            inner_jaxpr, inner_consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+            results = _evaluated(inner_jaxpr, inner_consts, [read(atom) for atom in equation.invars])
+        else:
+            taken = list(dict.fromkeys(atom for atom in equation.invars if not isinstance(atom, core.Literal)))
+            alone = _part(jaxpr, [equation], taken, equation.outvars)
+            results = _run(alone, [read(atom) for atom in taken])
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _cut(jaxpr: core.Jaxpr, num_given: int, num_params: int) -> tuple[core.Jaxpr, core.Jaxpr]:
+    """(constants, all arguments) → (later results, crossing values), and (constants, the first `num_given` arguments,
+    crossing values) → (the first `num_params` results)."""
+    needed_first, first = _ancestors(jaxpr.eqns, jaxpr.outvars[num_params:])
+    done = {id(equation) for equation in first}
+    rest = [equation for equation in jaxpr.eqns if id(equation) not in done]
+    needed, second = _ancestors(rest, jaxpr.outvars[:num_params])
+    made = {variable for equation in second for variable in equation.outvars}
+    given = [*jaxpr.constvars, *jaxpr.invars[:num_given]]
+    # In the order of the program, so that tracing it twice gives the same.
+    candidates = [*jaxpr.invars, *(variable for equation in first for variable in equation.outvars)]
+    crossing = [variable for variable in candidates if variable in needed - made - set(given)]
+    later = [*jaxpr.outvars[num_params:], *crossing]
+    inputs = _part(jaxpr, first, [*jaxpr.constvars, *jaxpr.invars], later)
+    weights = _part(jaxpr, second, [*given, *crossing], jaxpr.outvars[:num_params])
+    return inputs, weights
+
+
+def _run(jaxpr: core.Jaxpr, arguments: Sequence[Any]) -> list[Any]:
+    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*arguments)
+
+
+def _ancestors(equations: Sequence[Any], results: Sequence[Any]) -> tuple[set[Any], list[Any]]:
+    """The variables and, in their order, the operations that `results` depend on."""
+    needed = {atom for atom in results if not isinstance(atom, core.Literal)}
+    used = []
+    for equation in reversed(equations):
+        if any(variable in needed for variable in equation.outvars):
+            used.append(equation)
+            needed |= {atom for atom in equation.invars if not isinstance(atom, core.Literal)}
+    return needed, used[::-1]
+
+
+def _part(jaxpr: core.Jaxpr, equations: Sequence[Any], arguments: Sequence[Any], results: Sequence[Any]) -> core.Jaxpr:
+    names = core.DebugInfo(jaxpr.debug_info.traced_for, jaxpr.debug_info.func_src_info, None, None)
+    return jaxpr.replace(
+        eqns=list(equations), constvars=[], invars=list(arguments), outvars=list(results), debug_info=names
+    )
