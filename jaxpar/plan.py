@@ -240,7 +240,8 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     pipeline = None
     if sizes["pipe"] > 1:
         check_parts(config, execution, structure, abstract_params, axes)
-        pipeline = plan_pipeline(config, sizes, *calls["scan_layers"], work_of_ends(abstract_params, axes))
+        num_layers, period = calls["scan_layers"]
+        pipeline = plan_pipeline(config, sizes, num_layers, period, work_of_ends(abstract_params, axes))
         execution = replace(execution, split_backward=pipeline.schedule.geometry.split)
         abstract_params = _in_rows(abstract_params, axes, len(pipeline.partition.rows))
     parameters = _place(abstract_params, axes, rules, sizes)
@@ -360,8 +361,9 @@ def _rules(config: Config, sizes: Mapping[str, int]) -> tuple[ShardingRules, lis
     residual = ("context", "tensor") if config.parallel.sequence_parallel else ("context",)
     if config.parallel.sequence_parallel and sizes["tensor"] == 1:
         notes.append("parallel.sequence_parallel=true changes nothing: tensor, over which it splits, has one device")
+    layers = ("pipe",) if sizes["pipe"] > 1 else ()
     weights = {
-        "layers": ("pipe",) if sizes["pipe"] > 1 else (), "vocab": tensor, "positions": (), "heads": tensor, "kv_heads": kv_heads, "head_dim": (),
+        "layers": layers, "vocab": tensor, "positions": (), "heads": tensor, "kv_heads": kv_heads, "head_dim": (),
         "mlp": tensor, "norm": (), "vector": (),
     }  # fmt: skip
     # ZeRO: stage 1 splits the optimizer's state, 2 gradients too, 3 parameters too.

@@ -35,8 +35,8 @@ def check_layout(config: Config, sizes: Mapping[str, int]) -> None:
     for axis in ("expert", "context"):
         if sizes[axis] != 1:
             raise ValueError(
-                f"parallel.{axis}={sizes[axis]}: this version of jaxpar splits work over pipe, data, fsdp and tensor only; "
-                f"set parallel.{axis}=1"
+                f"parallel.{axis}={sizes[axis]}: this version of jaxpar splits work over pipe, data, fsdp and tensor "
+                f"only; set parallel.{axis}=1"
             )
     _check_divides(config, sizes)
 

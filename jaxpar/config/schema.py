@@ -251,18 +251,18 @@ class PipelineConfig(Section):
 
     schedule: str = "auto"
     """Which task each rank runs in each tick: "naive", "gpipe", "1f1b", "1f1b_aligned", "interleaved",
-    "interleaved_aligned", "zb_h1", "zb_h2", "zb_v", or the path of a file with a table of your own (with a dot or slash
-    in it; `python -m jaxpar.plot_pipeline` draws all of them). "auto" takes the one with the least predicted time."""
+    "interleaved_aligned", "zb_h1", "zb_h2", "zb_v", or the path (with a dot or slash in it) of a file with a table of
+    your own. "auto" takes the one with the least predicted time; `python -m jaxpar.plot_pipeline` draws each."""
     microbatches: NonNegative = 0
-    """Parts into which the batch (or, with train.microbatches, each of its parts) is cut, so that stages work at the same
-    time; 0 takes up to 4 for each stage."""
+    """Parts into which the batch (or, with train.microbatches, each of its parts) is cut, so that stages work at the
+    same time; 0 takes up to 4 for each stage."""
     chunks: NonNegative = 0
     """Stages on each rank: more idle less and send more; 0 takes what the schedule needs (2, or 1)."""
     layers_per_stage: tuple[Positive, ...] = Field(default=(), strict=False)
     """Layers of each stage, in the model's order; empty balances them, embedding and head counted as work."""
     costs: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = Field(default=(), strict=False)
-    """Relative time of a stage's forward, its input's gradient and its weights' gradients, for the predicted time; empty
-    takes 1, 1, 1 and, with a remat policy, the recomputation with the second."""
+    """Relative time of a stage's forward, its input's gradient and its weights' gradients, for the predicted time;
+    empty takes 1, 1, 1, with the recomputation of a remat policy in the second."""
     max_in_flight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Most activations that a rank may keep, in microbatches of the layers that it has; "auto" looks for a schedule
     that keeps to it, others are refused if they do not. 0 sets no bound."""

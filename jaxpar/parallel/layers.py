@@ -1,4 +1,4 @@
-"""Runs a stack of layers: scanned or unrolled, with what the remat policy recomputes; or those of one pipeline stage."""
+"""Runs a stack of layers, or of those that a pipeline stage has: scanned or unrolled, recomputed as the policy says."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -97,7 +97,7 @@ class SplitBackward:
         """The gradient of x, and what `weights` needs of it beside parameters and context."""
         flat, tree = jax.tree.flatten((params, context, list(residuals), cotangents))
         closed, shapes = jax.make_jaxpr(lambda *leaves: self._traced(tree, leaves), return_shape=True)(*flat)
-        self._params_tree, x_tree = jax.tree.structure(shapes).children()
+        self._params_tree, x_tree = (jax.tree.structure(part) for part in shapes)
         closed = _inlined(closed)
         num_params, num_x = (len(jax.tree.leaves(part)) for part in shapes)
         first, self._second = _cut(closed.jaxpr, len(jax.tree.leaves((params, context))), num_params)
@@ -145,7 +145,7 @@ def _evaluated(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any
 def _cut(jaxpr: core.Jaxpr, num_given: int, num_params: int) -> tuple[core.Jaxpr, core.Jaxpr]:
     """(constants, all arguments) → (later results, crossing values), and (constants, the first `num_given` arguments,
     crossing values) → (the first `num_params` results)."""
-    needed_first, first = _ancestors(jaxpr.eqns, jaxpr.outvars[num_params:])
+    _, first = _ancestors(jaxpr.eqns, jaxpr.outvars[num_params:])
     done = {id(equation) for equation in first}
     rest = [equation for equation in jaxpr.eqns if id(equation) not in done]
     needed, second = _ancestors(rest, jaxpr.outvars[:num_params])

@@ -23,12 +23,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.pipeline.backward import CutVjp, SplitBackward, reads
+from jaxpar.parallel.pipeline.divergence import AXIS
 from jaxpar.parallel.pipeline.routing import RoutedSchedule
 from jaxpar.parallel.pipeline.schedule import Kind
 
-__all__ = ["AXIS", "PipelineFunctions", "Results", "pipeline_gradients"]
+__all__ = ["PipelineFunctions", "Results", "pipeline_gradients"]
 
-AXIS = "pipe"
 _LONGEST_PROGRAM = 8
 """Runs of ticks that are compiled one by one; a table with more of them is one loop that chooses at each tick."""
 
@@ -41,9 +41,9 @@ Item = Any
 class PipelineFunctions:
     """A model in parts. All are traced inside the shard_map.
 
-    `embed(shared, item) -> X`. `layers(chunk's weights, X, item, stage) -> (X, auxiliary loss)`, with the stage's number
-    as a traced int32. `head(shared, X, item) -> (loss, sums)`: the loss summed over the microbatch, float32, and a dict
-    of float32 sums to report. `place_stacked`, `place_shared` lay out gradients, [V, n, ...] and whole.
+    `embed(shared, item) -> X`. `layers(chunk's weights, X, item, stage) -> (X, auxiliary loss)`, with the stage's
+    number as a traced int32. `head(shared, X, item) -> (loss, sums)`: the loss summed over the microbatch, float32, and
+    a dict of float32 sums to report. `place_stacked`, `place_shared` lay out gradients, [V, n, ...] and whole.
     """
 
     embed: Callable[[Tree, Item], jax.Array]
@@ -112,7 +112,7 @@ def _on_ranks(
     return jax.shard_map(
         local,
         in_specs=(split, whole, whole, column_specs, whole),
-        out_specs=Results(split, whole, whole, whole),
+        out_specs=Results(split, whole, whole, whole),  # type: ignore[arg-type]
         axis_names={AXIS},
         check_vma=False,
     )(stacked, shared, items, rows, weights)
@@ -149,7 +149,7 @@ class _Slots(NamedTuple):
 class _Tick(NamedTuple):
     """What a rank knows of its task, traced unless noted."""
 
-    row: Mapping[str, Any]
+    row: dict[str, Any]
     item: Item
     weights: Tree
     """Of the chunk: [n, ...]."""
@@ -175,7 +175,8 @@ class _Rank:
         self._functions, self._routed, self._chunks, self._items = functions, routed, chunks, items
         self._shared, self._shared_tree = jax.tree.flatten(shared)
         self._weights_of_losses = weights
-        self._is_split, self._hop, self._num_ranks = geometry.split, geometry.hop, geometry.num_ranks
+        self._is_split, self._hop = geometry.split, geometry.hop
+        self._num_ranks, self._num_chunks = geometry.num_ranks, geometry.num_chunks
         self._is_aligned = routed.schedule.aligned
         self._cut = CutVjp(lambda weights, x, context: functions.layers(weights, x, *context))
         self._split = SplitBackward(self._cut.backward)
@@ -189,7 +190,7 @@ class _Rank:
         # In float32: XLA:CPU crashes at sums of 16 bits in a shard_map that is manual over some axes only.
         shared, head, auxiliary = jax.lax.psum((sums.shared, sums.head, sums.auxiliary), AXIS)
         stacked = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums.stacked)
-        return Results(stacked, jax.tree.unflatten(self._shared_tree, shared), head, auxiliary)
+        return Results(stacked, jax.tree.unflatten(self._shared_tree, shared) if shared else None, head, auxiliary)
 
     def _programs(self) -> list[tuple[slice, tuple[Kind, ...]]]:
         """Ranges of ticks, and the kinds that they repeat; none where each rank has its own."""
@@ -212,9 +213,9 @@ class _Rank:
 
         return jax.lax.scan(turn, state, grouped)[0]
 
-    def _tick(self, state: _State, row: Mapping[str, jax.Array], known: Kind | None) -> _State:
+    def _tick(self, state: _State, row: dict[str, jax.Array], known: Kind | None) -> _State:
         """One tick: exchange, task, exchange (one of the two, as `hop` says)."""
-        tick = _Tick(row, _at(self._items, row["microbatch"]), _at(self._chunks, row["chunk"]))
+        tick = self._task_of(row)
         slots = _Slots(_at(state.residuals, row["residual_slot"]), _at(state.crossing, row["weight_slot"]))
         inputs = _at(state.received, row["input_slot"]), _at(state.received, row["cotangent_slot"])
         arriving = self._exchanged(state.sent, row) if self._hop == 2 else None
@@ -230,7 +231,7 @@ class _Rank:
             crossing = _put(crossing, row["weight_slot"], slots.crossing)
         return _State(received, made, residuals, crossing, sums)
 
-    def _exchanged(self, made: jax.Array, row: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def _exchanged(self, made: jax.Array, row: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """What arrives from the rank before and from the one behind; where no rank sends, whatever."""
         ranks = range(self._num_ranks)
 
@@ -253,7 +254,7 @@ class _Rank:
         def idle(slots: _Slots, sums: _Sums) -> tuple[jax.Array, _Slots, _Sums]:
             return jnp.zeros_like(x), slots, sums
 
-        tasks = [
+        tasks: list[Callable[[_Slots, _Sums], tuple[jax.Array, _Slots, _Sums]]] = [
             idle,
             partial(self._forward, tick, x),
             partial(self._backward, tick, cotangent),
@@ -339,7 +340,12 @@ class _Rank:
 
     def _first_tick(self, rows: Mapping[str, jax.Array]) -> _Tick:
         row = {name: column[0, 0] if column.ndim == 2 else column[0] for name, column in rows.items()}
-        return _Tick(row, _at(self._items, row["microbatch"]), _at(self._chunks, row["chunk"]))
+        return self._task_of(row)
+
+    def _task_of(self, row: dict[str, Any]) -> _Tick:
+        # A traced index would copy the only chunk at every tick.
+        chunk = row["chunk"] if self._num_chunks > 1 else 0
+        return _Tick(row | {"chunk": chunk}, _at(self._items, row["microbatch"]), _at(self._chunks, chunk))
 
     def _shapes(self, tick: _Tick) -> tuple[jax.ShapeDtypeStruct, dict[str, jax.ShapeDtypeStruct]]:
         """Of what travels between stages, and of the head's sums."""
@@ -438,7 +444,7 @@ def _chosen(leaves: Sequence[jax.Array], used: Sequence[bool]) -> list[jax.Array
     return [leaf for leaf, chosen in zip(leaves, used, strict=True) if chosen]
 
 
-def _at(tree: Tree, index: jax.Array) -> Tree:
+def _at(tree: Tree, index: jax.Array | int) -> Tree:
     return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), tree)
 
 

@@ -15,8 +15,10 @@ Turn = Callable[[Any, Any, tuple[jax.Array, Any]], Any]
 
 
 def split_loop(turn: Turn, carry: Any, turns: jax.Array, weights: Any, extras: Any, *, unroll: bool) -> Any:
-    """`jaxpar.parallel.layers.plain_loop`, whose backward pass is a loop for the carry's gradient and, after it, one for
-    the weights' gradients, each of which `SplitBackward` can put at another tick.
+    """`carry` after `turn(extras, carry, (number, weights of this turn))` for each of `turns`.
+
+    The backward pass is a loop for the carry's gradient and, after it, one for the weights' gradients, each of which
+    `SplitBackward` can put at another tick.
 
     What the second needs of the first, the cotangents within a layer, is kept for each turn.
     """

@@ -1,8 +1,8 @@
 """Which layers each stage has, and in which order the layers' weights lie on the ranks.
 
-Weights of all layers are one array whose first dim is split over `pipe`, so that each rank's part must be contiguous and
-of one size: rank by rank, chunk by chunk, and within a chunk layer by layer, filled up with empty rows where a chunk has
-fewer layers than the largest one.
+Weights of all layers are one array whose first dim is split over `pipe`, so that each rank's part must be contiguous
+and of one size: rank by rank, chunk by chunk, and within a chunk layer by layer, filled up with empty rows where a
+chunk has fewer layers than the largest one.
 """
 
 import math
