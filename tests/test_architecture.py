@@ -90,7 +90,19 @@ ARROWS: dict[str, set[str]] = {
     "checkpoints": BELOW_THE_COMMANDS,
 }
 # What needs no JAX of jaxpar.parallel.pipeline: schedules can be built, checked and drawn anywhere.
-PURE_PIPELINE = {"schedule", "placing", "orders", "catalogue", "routing", "replay", "validate"}
+PURE_PIPELINE = {
+    "schedule",
+    "placing",
+    "orders",
+    "catalogue",
+    "routing",
+    "replay",
+    "validate",
+    "makespan",
+    "closed_forms",
+    "choice",
+    "table_file",
+}
 # A model names its dims and calls these; mesh and layouts are not its business.
 OPEN_TO_MODELS = {"constrain", "contract", "layers", "loss", "rules", "attention", "embedding"}
 
