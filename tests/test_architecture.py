@@ -77,6 +77,7 @@ ARROWS: dict[str, set[str]] = {
     "trainer": BELOW_THE_LOOP,
     "heartbeat": set(),
     "exit_status": set(),
+    "plot_pipeline": {"exit_status", "parallel"},
     "line": set(),
     "hub": {"exit_status", "heartbeat", "line"},
     "member": {"exit_status", "line"},
@@ -102,6 +103,8 @@ PURE_PIPELINE = {
     "closed_forms",
     "choice",
     "table_file",
+    "picture",
+    "drawing",
 }
 # A model names its dims and calls these; mesh and layouts are not its business.
 OPEN_TO_MODELS = {"constrain", "contract", "layers", "loss", "rules", "attention", "embedding"}
