@@ -77,6 +77,7 @@ ARROWS: dict[str, set[str]] = {
     "trainer": BELOW_THE_LOOP,
     "heartbeat": set(),
     "exit_status": set(),
+    "plot_pipeline": {"exit_status", "parallel"},
     "line": set(),
     "hub": {"exit_status", "heartbeat", "line"},
     "member": {"exit_status", "line"},
@@ -90,7 +91,21 @@ ARROWS: dict[str, set[str]] = {
     "checkpoints": BELOW_THE_COMMANDS,
 }
 # What needs no JAX of jaxpar.parallel.pipeline: schedules can be built, checked and drawn anywhere.
-PURE_PIPELINE = {"schedule", "placing", "orders", "catalogue", "routing", "replay", "validate"}
+PURE_PIPELINE = {
+    "schedule",
+    "placing",
+    "orders",
+    "catalogue",
+    "routing",
+    "replay",
+    "validate",
+    "makespan",
+    "closed_forms",
+    "choice",
+    "table_file",
+    "picture",
+    "drawing",
+}
 # A model names its dims and calls these; mesh and layouts are not its business.
 OPEN_TO_MODELS = {"constrain", "contract", "layers", "loss", "rules", "attention", "embedding"}
 

@@ -9,7 +9,19 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
-__all__ = ["HOPS", "PLACEMENTS", "Geometry", "Kind", "PipelineSchedule", "Position", "Table", "TableError", "Task"]
+__all__ = [
+    "HOPS",
+    "PLACEMENTS",
+    "Geometry",
+    "Kind",
+    "PipelineSchedule",
+    "Position",
+    "Table",
+    "TableError",
+    "Task",
+    "chunk_letters",
+    "chunk_number",
+]
 
 PLACEMENTS = ("loop", "vee")
 HOPS = (1, 2)
@@ -47,7 +59,7 @@ class Task:
         >>> Task(Kind.BACKWARD, 3, 1).label(), Task(Kind.FORWARD, 12).label(with_chunk=False)
         ('B3b', 'F12')
         """
-        return f"{self.kind.letter}{self.microbatch}{_letters(self.chunk) if with_chunk else ''}"
+        return f"{self.kind.letter}{self.microbatch}{chunk_letters(self.chunk) if with_chunk else ''}"
 
 
 Table = tuple[tuple[Task | None, ...], ...]
@@ -61,6 +73,7 @@ class TableError(ValueError):
         place = [f"tick {tick}"] * (tick is not None) + [f"rank {rank}"] * (rank is not None) + [task]
         super().__init__(f"{', '.join(place)}: {problem}")
         self.problem = problem
+        self.task = task
         self.tick = tick
         self.rank = rank
 
@@ -180,6 +193,17 @@ class PipelineSchedule:
                 if task is not None:
                     yield tick, rank, task
 
+    def counts_in_flight(self) -> Iterator[tuple[int, int, Task, int]]:
+        """For every task, tick by tick, the forwards of its rank whose last use is still to come, once it has run.
+
+        The last use is the backward, or with a split backward the weight gradient. Yields (tick, rank, task, count).
+        """
+        counts = [0] * self.geometry.num_ranks
+        last_use = self.geometry.kinds[-1]
+        for tick, rank, task in self.tasks():
+            counts[rank] += (task.kind is Kind.FORWARD) - (task.kind is last_use)
+            yield tick, rank, task, counts[rank]
+
     def position(self, rank: int, task: Task) -> Position:
         return task.kind, task.microbatch, self.geometry.stage(rank, task.chunk)
 
@@ -195,7 +219,19 @@ class PipelineSchedule:
         return "\n".join(self.lines())
 
 
-def _letters(chunk: int) -> str:
-    """a, b, ..., z, aa, ab, ..."""
+def chunk_letters(chunk: int) -> str:
+    """a, b, ..., z, aa, ab, ... for chunk 0, 1, ...
+
+    >>> chunk_letters(0), chunk_letters(27), chunk_number("ab")
+    ('a', 'ab', 27)
+    """
     first, last = divmod(chunk, 26)
-    return (_letters(first - 1) if first else "") + chr(ord("a") + last)
+    return (chunk_letters(first - 1) if first else "") + chr(ord("a") + last)
+
+
+def chunk_number(letters: str) -> int:
+    """The inverse of `chunk_letters`."""
+    number = -1
+    for letter in letters:
+        number = 26 * (number + 1) + ord(letter) - ord("a")
+    return number

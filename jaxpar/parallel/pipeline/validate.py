@@ -1,10 +1,8 @@
 """Proves that a schedule can run: from its table alone, and by a run of its routed arrays on labels."""
 
-from collections import Counter
-
 from jaxpar.parallel.pipeline.replay import replay
 from jaxpar.parallel.pipeline.routing import route
-from jaxpar.parallel.pipeline.schedule import Kind, PipelineSchedule, Position, TableError, Task
+from jaxpar.parallel.pipeline.schedule import PipelineSchedule, Position, TableError, Task
 
 __all__ = ["validate"]
 
@@ -38,7 +36,7 @@ def _check_cells(schedule: PipelineSchedule) -> None:
     for tick, rank, task in schedule.tasks():
         if task.kind not in geometry.kinds:
             legal = ", ".join(kind.letter for kind in geometry.kinds)
-            why = "" if geometry.split else "; W needs a split backward"
+            why = "" if geometry.split else "; W needs split = true"
             raise TableError(f"this schedule has the kinds {legal}{why}", tick, rank, task.label())
         if not 0 <= task.microbatch < geometry.num_microbatches:
             limit = geometry.num_microbatches - 1
@@ -80,12 +78,7 @@ def _check_needs(schedule: PipelineSchedule) -> None:
 
 
 def _check_in_flight(schedule: PipelineSchedule, max_in_flight: int) -> None:
-    last = schedule.geometry.kinds[-1]
-    counts: Counter[int] = Counter()
-    for tick, rank, task in schedule.tasks():
-        counts[rank] += (task.kind is Kind.FORWARD) - (task.kind is last)
-        if counts[rank] > max_in_flight:
-            raise TableError(
-                f"{counts[rank]} chunks are in flight, which is more than max_in_flight={max_in_flight}",
-                tick, rank, task.label(),
-            )  # fmt: skip
+    for tick, rank, task, count in schedule.counts_in_flight():
+        if count > max_in_flight:
+            problem = f"{count} chunks are in flight, which is more than max_in_flight={max_in_flight}"
+            raise TableError(problem, tick, rank, task.label())

@@ -57,7 +57,7 @@ def test_a_result_is_used_no_earlier_than_it_arrives(hop: int, change: Change) -
 @pytest.mark.parametrize(
     ("cells", "message"),
     [
-        ({(1, 1): Task(W, 0)}, "tick 1, rank 1, W0a: this schedule has the kinds F, B; W needs a split backward"),
+        ({(1, 1): Task(W, 0)}, "tick 1, rank 1, W0a: this schedule has the kinds F, B; W needs split = true"),
         ({(1, 1): Task(Kind.IDLE, 0)}, "tick 1, rank 1, .0a: this schedule has the kinds F, B"),
         ({(1, 1): Task(F, 2)}, "tick 1, rank 1, F2a: microbatches are numbered from 0 to 1"),
         ({(1, 1): Task(F, 0, 1)}, "tick 1, rank 1, F0b: chunks of a rank are lettered from a to a"),
