@@ -1,9 +1,11 @@
 """The part of a plan that says how microbatches pass through pipeline stages: schedule, layers of each stage."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,14 +17,21 @@ from jaxpar.parallel.constrain import Execution, recorded_calls
 from jaxpar.parallel.mesh import BATCH_AXES
 from jaxpar.parallel.pipeline.backward import reads
 from jaxpar.parallel.pipeline.catalogue import SCHEDULES, build_schedule, forward_schedule
+from jaxpar.parallel.pipeline.choice import Choice, Measured, choose_schedule, measure
+from jaxpar.parallel.pipeline.makespan import Costs
 from jaxpar.parallel.pipeline.partition import Partition, Work, balanced_layers, make_partition
 from jaxpar.parallel.pipeline.routing import RoutedSchedule, route
 from jaxpar.parallel.pipeline.schedule import PipelineSchedule
+from jaxpar.parallel.pipeline.table_file import read_table
 from jaxpar.parallel.rules import LogicalAxes, is_stacked
 
 __all__ = ["PipelinePlan", "check_parts", "plan_pipeline", "work_of_ends"]
 
 _MICROBATCHES_PER_STAGE = 4
+_MOST_CHUNKS = 4
+_COSTS = ("forward", "input's gradient", "weights' gradients")
+_RECOMPUTED = {"none": 0.0, "dots": 0.2, "full": 1.0}
+"""What a backward pass computes again, in forward passes: all, or what lies between matrix products."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,16 +76,15 @@ def plan_pipeline(config: Config, sizes: Mapping[str, int], num_layers: int, per
     Raises:
       ValueError: it is impossible; the message names the keys, the values and the legal ones.
     """
-    number = _num_microbatches(config, sizes)
-    schedule = _schedule(config, sizes["pipe"], number, num_layers, period)
-    stages = schedule.geometry.num_stages
-    counts = _layers_per_stage(config, stages, num_layers, period, work)
+    found, why = _schedule(config, sizes, num_layers, period, work)
+    schedule = found.schedule
+    counts = _layers_per_stage(config, schedule.geometry.num_stages, num_layers, period, work)
     return PipelinePlan(
         schedule=schedule,
         partition=make_partition(schedule.geometry, counts),
         num_layers=num_layers,
         num_batch_shards=_num_shards(sizes),
-        notes=_notes(config, schedule, counts, work),
+        notes=_notes(found, why, counts),
     )
 
 
@@ -152,18 +160,26 @@ def work_of_ends(abstract_params: Any, axes: Mapping[str, LogicalAxes]) -> Work:
 
 
 def _num_microbatches(config: Config, sizes: Mapping[str, int]) -> int:
-    parts = _num_shards(sizes) * config.train.microbatches
-    sequences, wanted = config.train.batch_size // parts, config.pipeline.microbatches
-    divisors = [number for number in range(1, sequences + 1) if sequences % number == 0]
+    wanted = config.pipeline.microbatches
     if not wanted:
-        return max(number for number in divisors if number <= _MICROBATCHES_PER_STAGE * sizes["pipe"])
-    if wanted not in divisors:
-        raise ValueError(
-            f"pipeline.microbatches={wanted} must divide the {sequences} sequences that train.batch_size="
-            f"{config.train.batch_size} gives each group of devices ({_shares(config, sizes)}); legal values: "
-            f"{', '.join(map(str, divisors))}"
-        )
+        return max(number for number in _divisors(config, sizes) if number <= _MICROBATCHES_PER_STAGE * sizes["pipe"])
+    _check_microbatches(config, sizes, wanted, "pipeline.microbatches")
     return wanted
+
+
+def _divisors(config: Config, sizes: Mapping[str, int]) -> list[int]:
+    """Numbers of parts into which each group of devices can cut its sequences."""
+    sequences = config.train.batch_size // (_num_shards(sizes) * config.train.microbatches)
+    return [number for number in range(1, sequences + 1) if sequences % number == 0]
+
+
+def _check_microbatches(config: Config, sizes: Mapping[str, int], number: int, key: str) -> None:
+    divisors = _divisors(config, sizes)
+    if number not in divisors:
+        raise ValueError(
+            f"{key}={number} must divide the {divisors[-1]} sequences that train.batch_size={config.train.batch_size} "
+            f"gives each group of devices ({_shares(config, sizes)}); legal values: {', '.join(map(str, divisors))}"
+        )
 
 
 def _shares(config: Config, sizes: Mapping[str, int]) -> str:
@@ -207,22 +223,111 @@ def _layers_per_stage(config: Config, stages: int, num_layers: int, period: int,
     return given
 
 
-def _schedule(config: Config, pipe: int, num_microbatches: int, num_layers: int, period: int) -> PipelineSchedule:
+def _schedule(
+    config: Config, sizes: Mapping[str, int], num_layers: int, period: int, work: Work
+) -> tuple[Measured, str]:
+    """The schedule with its predicted numbers, and why it is this one."""
+    keys, pipe = config.pipeline, sizes["pipe"]
+    hop, bound = (2 if keys.overlap else 1), keys.max_in_flight or None
+    costs = _costs(config, pipe, num_layers, period, work)
+    if _is_path(keys.schedule):
+        found, why = measure(_own_table(config, sizes), costs), f"from {keys.schedule}"
+    elif keys.schedule == "auto":
+        allowed = _chunks_to_try(keys.chunks, pipe, num_layers // period)
+        _check_num_stages(config, pipe, min(allowed), num_layers, period)
+        choice = choose_schedule(pipe, _num_microbatches(config, sizes), allowed, costs, max_in_flight=bound, hop=hop)
+        found, why = measure(choice.schedule, costs), _reason(choice)
+    else:
+        chunks = keys.chunks or (SCHEDULES[keys.schedule].legal_chunks[0] if keys.schedule in SCHEDULES else 1)
+        _check_num_stages(config, pipe, chunks, num_layers, period)
+        schedule = build_schedule(keys.schedule, pipe, _num_microbatches(config, sizes), chunks, hop=hop)
+        found, why = measure(schedule, costs), ""
+    _check_num_stages(config, pipe, found.schedule.geometry.num_chunks, num_layers, period)
+    if bound is not None and found.held > bound:
+        raise ValueError(
+            f"pipeline.max_in_flight={bound:g}: pipeline.schedule={keys.schedule!r} keeps {found.held:g} activations "
+            'of a stage; set pipeline.schedule="auto", which looks for one that keeps to it, or '
+            f"pipeline.max_in_flight={found.held:g}"
+        )
+    return found, why
+
+
+def _is_path(schedule: str) -> bool:
+    return "." in schedule or "/" in schedule
+
+
+def _own_table(config: Config, sizes: Mapping[str, int]) -> PipelineSchedule:
     keys = config.pipeline
-    hop = 2 if keys.overlap else 1
-    name = "1f1b_aligned" if keys.schedule == "auto" else keys.schedule
-    chunks = keys.chunks or (SCHEDULES[name].legal_chunks[0] if name in SCHEDULES else 1)
-    _check_num_stages(config, pipe, chunks, num_layers, period)
-    return build_schedule(name, pipe, num_microbatches, chunks, hop=hop)
-
-
-def _notes(config: Config, schedule: PipelineSchedule, counts: Sequence[int], work: Work) -> tuple[str, ...]:
+    path = Path(keys.schedule).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"pipeline.schedule={keys.schedule!r} is taken for a file, because of its dot or slash, and there is none; "
+            f"legal names: {', '.join(['auto', *SCHEDULES])}"
+        )
+    schedule = read_table(path)
     geometry = schedule.geometry
-    busy = geometry.num_tasks / (schedule.num_ticks * geometry.num_ranks)
-    stages = "/".join(map(str, counts))
+    given = {
+        "parallel.pipe": (sizes["pipe"], geometry.num_ranks),
+        "pipeline.chunks": (keys.chunks or geometry.num_chunks, geometry.num_chunks),
+        "pipeline.microbatches": (keys.microbatches or geometry.num_microbatches, geometry.num_microbatches),
+        "pipeline.overlap": (keys.overlap, geometry.hop == 2),
+    }
+    for key, (value, table) in given.items():
+        if value != table:
+            raise ValueError(
+                f"{key}={json.dumps(value)} does not go with the table in {keys.schedule}, which is for {key}="
+                f"{json.dumps(table)}; set it to that, or name another table"
+            )
+    _check_microbatches(config, sizes, geometry.num_microbatches, f"the microbatches of {keys.schedule}")
+    return schedule
+
+
+def _costs(config: Config, pipe: int, num_layers: int, period: int, work: Work) -> Costs:
+    """Of each rank's share of the layers, as predicted from the layers' numbers and the remat policy."""
+    given = config.pipeline.costs
+    if given and len(given) != len(_COSTS):
+        raise ValueError(
+            f"pipeline.costs={list(given)} has {len(given)} numbers; it takes three, for {', '.join(_COSTS)}: for "
+            "example [1.0, 1.0, 1.0]"
+        )
+    numbers = given or (1.0, 1.0 + _RECOMPUTED[config.remat.policy], 1.0)
+    if num_layers // period < pipe:
+        return Costs(*numbers)
+    loads = [float(count) for count in _layers_per_stage(config, pipe, num_layers, period, work)]
+    loads[0] += work.embed
+    loads[-1] += work.head
+    mean = math.fsum(loads) / pipe
+    return Costs(*(tuple(number * load / mean for load in loads) for number in numbers))
+
+
+def _chunks_to_try(given: int, pipe: int, num_turns: int) -> list[int]:
+    """Numbers of chunks that "auto" considers: what is given, or 1 and those that give every stage as many layers."""
+    if given:
+        return [given]
+    even = [number for number in range(2, _MOST_CHUNKS + 1) if num_turns % (pipe * number) == 0]
+    return [1, *even]
+
+
+def _reason(choice: Choice) -> str:
+    """What "auto" says of its choice."""
+    built = [candidate for candidate in choice.candidates if candidate.measured is not None]
+    best, others = built[0].measured, [c for c in built[1:] if not c.refused]
+    assert best is not None
+    if not others or others[0].measured is None:
+        return "the only one that fits"
+    more = others[0].measured.slowdown / best.slowdown - 1
+    return f"the fastest of {len(others) + 1} by prediction, before {others[0].name} with {more:.0%} more time"
+
+
+def _notes(found: Measured, why: str, counts: Sequence[int]) -> tuple[str, ...]:
+    schedule = found.schedule
+    geometry = schedule.geometry
+    chunks = f" of {geometry.num_chunks} chunks" if geometry.num_chunks > 1 else ""
     return (
-        f"pipeline: {schedule.name}, {geometry.num_microbatches} microbatches, {schedule.num_ticks} ticks, of which a "
-        f"rank is idle {1 - busy:.0%}; layers of each stage: {stages}",
+        f"pipeline: {schedule.name}{f' ({why})' if why else ''}: {geometry.num_ranks} ranks{chunks}, layers of the "
+        f"stages {'/'.join(map(str, counts))}, {geometry.num_microbatches} microbatches in {schedule.num_ticks} ticks",
+        f"pipeline: predicted time {found.slowdown:.2f} × the work of the busiest rank; a rank has room for "
+        f"{found.held:g} microbatches' activations",
     )
 
 

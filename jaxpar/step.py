@@ -14,6 +14,7 @@ Each wrapper takes a function and returns one, and is the identity when off. The
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from jaxpar.parallel.accumulation import accumulated
 from jaxpar.parallel.dispatch import one_at_a_time
 from jaxpar.parallel.loss import LossSettings, LossSums, cross_entropy
 from jaxpar.parallel.offload import gradient_proxies
+from jaxpar.parallel.pipeline.divergence import check_branches
 from jaxpar.parallel.reduction import on_own_batch, summed_over_devices
 from jaxpar.pipelined import checked, pipelined_gradients, pipelined_loss
 from jaxpar.plan import Plan
@@ -97,8 +99,9 @@ class Step:
             in_shardings=(self.shardings.evaluated(config), batch_shardings, plan.replicated),
             out_shardings=plan.replicated,
         )
-        self.train = one_at_a_time(train, plan.mesh)
-        self.evaluate = one_at_a_time(evaluate, plan.mesh)
+        examine = None if plan.pipeline is None else partial(_examine, plan)
+        self.train = one_at_a_time(train, plan.mesh, examine)
+        self.evaluate = one_at_a_time(evaluate, plan.mesh, examine)
 
 
 def make_gradients(plan: Plan) -> Gradients:
@@ -112,6 +115,11 @@ def make_gradients(plan: Plan) -> Gradients:
         weighted = pipelined_gradients(plan, settings)
     weighted = accumulated(weighted, config.train.microbatches, plan.by_path, plan.axes)
     return clipped(mean_over_tokens(reduced_once(weighted, plan)), config.train.max_grad_norm)
+
+
+def _examine(plan: Plan, compiled: jax.stages.Compiled) -> None:
+    """Before it runs, for it would hang without a word."""
+    check_branches(compiled.as_text(), plan.mesh.shape)
 
 
 def _evaluation_loss(plan: Plan) -> Callable[[Params, Batch], jax.Array]:

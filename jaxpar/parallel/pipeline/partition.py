@@ -5,7 +5,6 @@ and of one size: rank by rank, chunk by chunk, and within a chunk layer by layer
 chunk has fewer layers than the largest one.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from jaxpar.parallel.pipeline.schedule import Geometry
 
-__all__ = ["EMPTY", "Partition", "Work", "balanced_layers", "in_rows", "largest_share", "make_partition"]
+__all__ = ["EMPTY", "Partition", "Work", "balanced_layers", "in_rows", "make_partition"]
 
 EMPTY = -1
 """In place of a layer's number: a row without a layer."""
@@ -95,11 +94,3 @@ def in_rows(stacked: jax.Array, rows: Sequence[int]) -> jax.Array:
     taken = jnp.take(stacked, np.maximum(np.asarray(rows), 0), axis=0)
     is_empty = np.asarray(rows).reshape(-1, *(1,) * (stacked.ndim - 1)) == EMPTY
     return jnp.where(is_empty, jnp.zeros((), stacked.dtype), taken)
-
-
-def largest_share(layers_per_stage: Sequence[int], work: Work) -> float:
-    """Work of the busiest stage over the mean: what the imbalance costs at most, for the plan's notes."""
-    loads = [float(count) for count in layers_per_stage]
-    loads[0] += work.embed
-    loads[-1] += work.head
-    return max(loads) / (math.fsum(loads) / len(loads))
