@@ -12,7 +12,7 @@ ARGS ?=
 PYTHONS := $(or $(PYTHON),python3.12 python3.11 python3)
 PROBE := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help venv quickstart test test-deviceless test-slurm test-mpi soak lint format clean
+.PHONY: help venv quickstart test test-deviceless test-slurm test-mpi test-exhaustive soak lint format clean
 
 help:
 	@echo "make quickstart    trains a small model on the packaged corpus, on CPU (ARGS=\"KEY=VALUE ...\" changes its configuration)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-deviceless  what is compiled for GPUs that are not here (installs a compiler of 200 MB into .cache)"
 	@echo "make test-slurm    starts a SLURM cluster on this machine and trains on it (Debian: slurm-wlm, munge; root)"
 	@echo "make test-mpi      trains with mpirun (Debian: openmpi-bin)"
+	@echo "make test-exhaustive  every combination of schedules, axes and formats (WORKERS=2 processes), half an hour"
 	@echo "make soak          kills training with SIGKILL at 30 random moments, minutes (KILLS=30 SEED=0)"
 	@echo "make lint          format, lint and types only"
 	@echo "make format        rewrites the code in the project's format"
@@ -70,6 +71,9 @@ test-slurm: $(STAMP)
 
 test-mpi: $(STAMP)
 	$(BIN)/python -m pytest -m mpi tests/slurm
+
+test-exhaustive: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m exhaustive tests/equivalence
 
 soak: $(STAMP)
 	KILLS=$(KILLS) SEED=$(SEED) $(BIN)/python -m pytest -m soak -s tests/processes

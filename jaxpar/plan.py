@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -113,6 +114,14 @@ class Plan:
     def as_params(self, leaves: Mapping[str, Any]) -> Any:
         """The pytree that is built like the parameters, from path → leaf."""
         return jax.tree.unflatten(jax.tree.structure(self.abstract_params), [leaves[p.path] for p in self.parameters])
+
+    def in_layer_order(self, leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Path → array on the host, built like the parameter, its layers in the model's order and no empty places."""
+        if self.pipeline is None:
+            return dict(leaves)
+        rows = np.asarray(self.pipeline.partition.rows)
+        order = [int(np.flatnonzero(rows == layer)[0]) for layer in range(self.pipeline.num_layers)]
+        return {path: np.asarray(a)[order] if is_stacked(self.axes[path]) else a for path, a in leaves.items()}
 
     def constrained(self, tree: Any, table: Table) -> Any:
         """A traced pytree that is built like the parameters, laid out as `table` says; what is on the host stays."""

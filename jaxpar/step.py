@@ -119,7 +119,7 @@ def make_gradients(plan: Plan) -> Gradients:
 
 def _examine(plan: Plan, compiled: jax.stages.Compiled) -> None:
     """Before it runs, for it would hang without a word."""
-    check_branches(compiled.as_text(), plan.mesh.shape)
+    check_branches(compiled.as_text() or "", plan.mesh.shape)
 
 
 def _evaluation_loss(plan: Plan) -> Callable[[Params, Batch], jax.Array]:

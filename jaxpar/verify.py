@@ -94,7 +94,7 @@ def _in_float32(plan: Plan) -> Plan:
 def on_one_device(config: Config) -> Config:
     """The same run without any splitting."""
     single = config.parallel.model_copy(update=dict.fromkeys(AXES, 1) | {"sequence_parallel": False})
-    return config.model_copy(update={"parallel": single})
+    return config.model_copy(update={"parallel": single, "pipeline": type(config.pipeline)()})
 
 
 def synthetic_batch(plan: Plan, seed: int = 0) -> dict[str, np.ndarray]:
@@ -126,7 +126,7 @@ def loss_and_gradients_of(plan: Plan, batch: Mapping[str, np.ndarray]) -> dict[s
         params = jax.jit(plan.make_params, out_shardings=plan.param_shardings)()
         on_device = {name: jax.device_put(rows, plan.batch_sharding) for name, rows in batch.items()}
         grads, metrics = jax.device_get(program(params, on_device))
-    return {"loss": metrics["loss"], **plan.by_path(grads), "grad_norm": metrics["grad_norm"]}
+    return {"loss": metrics["loss"], **plan.in_layer_order(plan.by_path(grads)), "grad_norm": metrics["grad_norm"]}
 
 
 @lru_cache(maxsize=2)

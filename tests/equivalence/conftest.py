@@ -30,6 +30,16 @@ SIZES = {
     "init_std": 0.2,
     "dropout": 0.1,
 }
+SMALL = {
+    "embed_dim": 16,
+    "num_heads": 2,
+    "mlp_dim": 32,
+    "init_std": 0.3,
+    "dropout": 0.1,
+    "gated": False,
+    "qkv_bias": True,
+    "vocab_multiple": 2,
+}
 MODELS = {
     "gpt2": TransformerConfig(
         **SIZES, activation="gelu", gated=False, norm="layernorm", positions="learned", qkv_bias=True,
@@ -40,6 +50,11 @@ MODELS = {
         **SIZES, num_kv_heads=1, windows=(5, 0), attention_softcap=5.0, logit_softcap=3.0, qk_norm=True,
         post_norms=True, norm_unit_offset=True, embed_scale=True, activation="gelu",
     ),
+    # For pipelines of 4 ranks, and of 8 stages; some stages have a layer more than others.
+    "tied-6": TransformerConfig(**SMALL, num_layers=6, tied=True),
+    "untied-6": TransformerConfig(**SMALL, num_layers=6, tied=False),
+    "tied-9": TransformerConfig(**SMALL, num_layers=9, tied=True),
+    "untied-9": TransformerConfig(**SMALL, num_layers=9, tied=False),
     # The least that compiles fast, for what does not depend on the model.
     "small": TransformerConfig(
         num_layers=2, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=16, init_std=0.3, gated=False, vocab_multiple=2,
@@ -92,10 +107,11 @@ def train(config: Config, devices: list[jax.Device]) -> Trace:
     trace = Trace([], {}, {}, {})
     for state, metrics in states(plan, Step(plan)):
         trace.metrics.append(metrics)
-        trace.params.update(plan.by_path(jax.device_get(state.params)))
+        trace.params.update(plan.in_layer_order(plan.by_path(jax.device_get(state.params))))
         arrays = jax.device_get(state.optimizer["arrays"])
         kept = jax.tree.leaves(arrays, is_leaf=lambda node: isinstance(node, dict) and not _has_dicts(node))
-        trace.optimizer.update(zip(trace.params, kept, strict=True))
+        for path, of_roles in zip(trace.params, kept, strict=True):
+            trace.optimizer[path] = {role: plan.in_layer_order({path: array})[path] for role, array in of_roles.items()}
         if len(trace.metrics) == 1 and isinstance(config.optimizer, AdamW):
             trace.gradients.update({path: kept["first"] / (1 - BETA1) for path, kept in trace.optimizer.items()})
     return trace
