@@ -1,6 +1,9 @@
 """What a plan's step should send between devices, from formulas and shapes alone; `inspect` and the tests hold the
 compiler to it.
 
+With pipeline stages the numbers are those of the tasks of one rank that has embedding and head too; idle ranks of an
+aligned schedule send as if they had a task, which is not counted.
+
 Counted for a step without recomputation; scalars (losses, norms, token counts, float8 scales) are left out. Of native
 float8 products the formulas know that layers' weights are gathered in float8. With sequence parallelism the compiler
 also gathers gradients in it, and reduces others whole that it would scatter: that is not counted.
@@ -16,6 +19,7 @@ from jaxpar.parallel.communication import (
     Traffic,
     data_parallel,
     gathered_parameters,
+    pipeline_exchange,
     ring_bytes,
     scattered_gradients,
     sequence_parallel_layer,
@@ -26,6 +30,7 @@ from jaxpar.parallel.communication import (
 )
 from jaxpar.parallel.device_groups import IRREGULAR
 from jaxpar.parallel.mesh import BATCH_AXES
+from jaxpar.parallel.pipeline.loops import num_transfers
 from jaxpar.parallel.rules import Table, is_stacked, is_vector, resolve
 from jaxpar.plan import Parameter, Plan
 
@@ -44,6 +49,7 @@ class ExpectedTraffic:
 def expected_traffic(plan: Plan) -> list[ExpectedTraffic]:
     """Per step and device. A model that does not state its `dims` gets the data and FSDP parts only."""
     expected = [item for p in plan.parameters for part in (_gathered, _reduced) for item in part(plan, p)]
+    expected += _pipeline(plan)
     if plan.mesh.shape["tensor"] > 1 and hasattr(plan.config.model, "dims"):
         expected += _tensor(plan)
     return [item for item in expected if item.axes and item.traffic.payload_bytes]
@@ -57,7 +63,7 @@ def _gathered(plan: Plan, parameter: Parameter) -> Iterator[ExpectedTraffic]:
     and 2 the updated parameter is gathered at the end.
     """
     if _is_split(plan, parameter, plan.rules.params):
-        times = 1 if _on_cpu(plan) and not _in_layers(parameter) else plan.config.train.microbatches
+        times = 1 if _on_cpu(plan) and not _in_layers(parameter) else _passes(plan)
         times *= 2 if _in_layers(parameter) else _uses(plan, parameter)
         purpose, element_bytes = "weights gathered", _used_bytes(plan, parameter)
     elif _is_split(plan, parameter, plan.rules.optimizer):
@@ -81,7 +87,7 @@ def _reduced(plan: Plan, parameter: Parameter) -> Iterator[ExpectedTraffic]:
     # Of a table of positions, devices that share the sequence have their parts.
     soon += ("tensor",) * (plan.config.parallel.sequence_parallel and "positions" in parameter.axes)
     splits = _is_split(plan, parameter, rules.gradients) and not (_on_cpu(plan) and _in_layers(parameter))
-    times = plan.config.train.microbatches * _uses(plan, parameter)
+    times = _passes(plan) * _uses(plan, parameter)
     yield from _sum(plan, parameter, soon, whole, times, "gradients", scatter=splits)
     splits = _is_split(plan, parameter, rules.optimizer) and not _is_split(plan, parameter, rules.gradients)
     yield from _sum(plan, parameter, deferred, elements, 1, "gradients, once a step", scatter=splits)
@@ -106,7 +112,7 @@ def _tensor(plan: Plan) -> Iterator[ExpectedTraffic]:
     """Megatron's reductions in each layer, around the embedding and in the loss, for each microbatch."""
     config, shape = plan.config, plan.mesh.shape
     dims = config.model.dims(plan.vocab_size)  # type: ignore[attr-defined]
-    times = config.train.microbatches
+    times = _passes(plan)
     sequences = config.train.batch_size // math.prod(shape[axis] for axis in BATCH_AXES) // times
     length, hidden, size = config.data.sequence_length, dims["embed_dim"], shape["tensor"]
     element_bytes = jnp.dtype(config.precision.compute).itemsize
@@ -126,7 +132,10 @@ def _tensor(plan: Plan) -> Iterator[ExpectedTraffic]:
         sequences, length, size, packed=True, label_smoothing=config.loss.label_smoothing > 0
     )
     yield from _over(("tensor",), "embedding", embedding, times)
-    yield from _over(("tensor",), f"{dims['num_layers']} layers", layer, times * dims["num_layers"])
+    num_layers = dims["num_layers"]
+    if plan.pipeline is not None:
+        num_layers = len(plan.pipeline.partition.rows) // shape["pipe"]
+    yield from _over(("tensor",), f"{num_layers} layers", layer, times * num_layers)
     yield from _over(("tensor",), "head's input", head, times)
     yield from _over(("tensor",), "cross-entropy", loss, times)
     yield from _shared_heads(plan)
@@ -149,7 +158,30 @@ def _shared_heads(plan: Plan) -> Iterator[ExpectedTraffic]:
     for kind, payload_bytes, group in groups:
         traffic = Traffic(kind, None, payload_bytes, ring_bytes(kind, payload_bytes, group))
         purpose = "gradients of shared key/value heads"
-        yield from _over((IRREGULAR, "tensor"), purpose, [traffic], plan.config.train.microbatches)
+        yield from _over((IRREGULAR, "tensor"), purpose, [traffic], _passes(plan))
+
+
+def _pipeline(plan: Plan) -> Iterator[ExpectedTraffic]:
+    """What stages send each other, and the sum of the gradients of weights that lie on every rank."""
+    if plan.pipeline is None:
+        return
+    config, shape = plan.config, plan.mesh.shape
+    embed_dim = next((p.shape[p.axes.index("embed")] for p in plan.parameters if "embed" in p.axes), 0)
+    sequences = config.train.batch_size // math.prod(shape[axis] for axis in BATCH_AXES) // _passes(plan)
+    length = config.data.sequence_length // (shape["tensor"] if config.parallel.sequence_parallel else 1)
+    exchange = pipeline_exchange(
+        sequences, length, embed_dim, num_transfers(plan.pipeline.routed),
+        element_bytes=jnp.dtype(config.precision.compute).itemsize,
+    )  # fmt: skip
+    yield from _over(("pipe",), "between stages", [exchange], config.train.microbatches)
+    shared = sum(_elements(plan, p, plan.rules.gradients) for p in plan.parameters if not _in_layers(p))
+    sums = data_parallel(shared, shape["pipe"], element_bytes=4)
+    yield from _over(("pipe",), "gradients of embedding and head", sums, config.train.microbatches)
+
+
+def _passes(plan: Plan) -> int:
+    """How often a layer runs in a step, forward and back."""
+    return plan.config.train.microbatches * (1 if plan.pipeline is None else plan.pipeline.num_microbatches)
 
 
 def _over(axes: tuple[str, ...], purpose: str, traffic: Iterable[Traffic], times: int = 1) -> Iterator[ExpectedTraffic]:

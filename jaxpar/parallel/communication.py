@@ -16,6 +16,7 @@ __all__ = [
     "Traffic",
     "data_parallel",
     "gathered_parameters",
+    "pipeline_exchange",
     "ring_bytes",
     "scattered_gradients",
     "sequence_parallel_layer",
@@ -117,6 +118,13 @@ def sequence_parallel_layer(
         _traffic("all-gather", 4, payload_bytes, group_size),
         _traffic(_reduction(reduce_scatter), 4, payload_bytes, group_size),
     )
+
+
+def pipeline_exchange(b: int, s: int, h: int, transfers: int, *, element_bytes: int) -> Traffic:
+    """`transfers` times a microbatch's activations, or their cotangents, from every stage to a neighbour (Narayanan
+    2021, section 3.2: b·s·h elements each)."""
+    payload_bytes = b * s * h * element_bytes
+    return Traffic("collective-permute", 1, payload_bytes, payload_bytes).times(transfers)
 
 
 def vocabulary_parallel_cross_entropy(

@@ -1,7 +1,6 @@
 """Every pipeline schedule computes what one device computes: loss, every gradient, five steps; uneven stages too."""
 
 import itertools
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -35,9 +34,11 @@ ALWAYS = {
 """Every schedule, every axis with every feature but two; `make test-exhaustive` runs the rest."""
 
 
-def cases() -> Iterator[Any]:
-    for case in itertools.product(SCHEDULES, AXES, ("tied", "untied"), FEATURES):
-        yield pytest.param(*case, id="-".join(case), marks=[] if case in ALWAYS else pytest.mark.exhaustive)
+def cases() -> list[Any]:
+    return [
+        pytest.param(*case, id="-".join(case), marks=[] if case in ALWAYS else pytest.mark.exhaustive)
+        for case in itertools.product(SCHEDULES, AXES, ("tied", "untied"), FEATURES)
+    ]
 
 
 def assert_same(found: Any, expected: Any, tolerance: float) -> None:

@@ -24,13 +24,11 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.pipeline.backward import CutVjp, SplitBackward, reads
 from jaxpar.parallel.pipeline.divergence import AXIS
+from jaxpar.parallel.pipeline.loops import KnownTick, loops
 from jaxpar.parallel.pipeline.routing import RoutedSchedule
 from jaxpar.parallel.pipeline.schedule import Kind
 
 __all__ = ["PipelineFunctions", "Results", "pipeline_gradients"]
-
-_LONGEST_PROGRAM = 8
-"""Runs of ticks that are compiled one by one; a table with more of them is one loop that chooses at each tick."""
 
 Tree = Any
 Item = Any
@@ -184,65 +182,62 @@ class _Rank:
     def run(self, rows: Mapping[str, jax.Array]) -> Results:
         """All ticks, and the sums over ranks."""
         state = self._start(rows)
-        for ticks, kinds in self._programs():
-            state = self._loop(state, {name: column[ticks] for name, column in rows.items()}, kinds)
+        for ticks, known in loops(self._routed):
+            state = self._loop(state, {name: column[ticks] for name, column in rows.items()}, known)
         sums = state.sums
         # In float32: XLA:CPU crashes at sums of 16 bits in a shard_map that is manual over some axes only.
         shared, head, auxiliary = jax.lax.psum((sums.shared, sums.head, sums.auxiliary), AXIS)
         stacked = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), sums.stacked)
         return Results(stacked, jax.tree.unflatten(self._shared_tree, shared) if shared else None, head, auxiliary)
 
-    def _programs(self) -> list[tuple[slice, tuple[Kind, ...]]]:
-        """Ranges of ticks, and the kinds that they repeat; none where each rank has its own."""
-        if not self._is_aligned:
-            return [(slice(None), ())]
-        runs = _runs([Kind(kind) for kind in self._routed.kind.max(axis=1)])
-        return runs if len(runs) <= _LONGEST_PROGRAM else [(slice(None), ())]
-
-    def _loop(self, state: _State, rows: Mapping[str, jax.Array], kinds: tuple[Kind, ...]) -> _State:
-        """A scan over ticks; with `kinds`, over groups of as many ticks, whose kinds are known when compiling."""
-        group = max(len(kinds), 1)
+    def _loop(self, state: _State, rows: Mapping[str, jax.Array], known: Sequence[KnownTick | None]) -> _State:
+        """A scan over groups of ticks, as many as `known` has."""
+        group = len(known)
         grouped = {name: column.reshape(-1, group, *column.shape[1:]) for name, column in rows.items()}
 
         def turn(state: _State, rows: Mapping[str, jax.Array]) -> tuple[_State, None]:
             for place in range(group):
                 row = {name: column[place] for name, column in rows.items()}
                 row = {name: value[0] if value.ndim else value for name, value in row.items()}
-                state = self._tick(state, row, kinds[place] if kinds else None)
+                state = self._tick(state, row, known[place])
             return state, None
 
         return jax.lax.scan(turn, state, grouped)[0]
 
-    def _tick(self, state: _State, row: dict[str, jax.Array], known: Kind | None) -> _State:
+    def _tick(self, state: _State, row: dict[str, jax.Array], known: KnownTick | None) -> _State:
         """One tick: exchange, task, exchange (one of the two, as `hop` says)."""
         tick = self._task_of(row)
         slots = _Slots(_at(state.residuals, row["residual_slot"]), _at(state.crossing, row["weight_slot"]))
         inputs = _at(state.received, row["input_slot"]), _at(state.received, row["cotangent_slot"])
-        arriving = self._exchanged(state.sent, row) if self._hop == 2 else None
-        made, slots, sums = self._task(tick, inputs, slots, state.sums, known)
-        arriving = self._exchanged(made, row) if arriving is None else arriving
+        arriving = self._exchanged(state.sent, row, known) if self._hop == 2 else None
+        kind = None if known is None else known.kind
+        made, slots, sums = self._task(tick, inputs, slots, state.sums, kind)
+        arriving = self._exchanged(made, row, known) if arriving is None else arriving
         received = state.received
         for slot, value in zip(("from_previous", "from_next", "own_slot"), (*arriving, made), strict=True):
             received = _put(received, row[slot], value)
         residuals, crossing = state.residuals, state.crossing
-        if known in (None, Kind.FORWARD):
+        if kind in (None, Kind.FORWARD):
             residuals = _put(residuals, row["residual_slot"], slots.residuals)
-        if known in (None, Kind.BACKWARD) and self._is_split:
+        if kind in (None, Kind.BACKWARD) and self._is_split:
             crossing = _put(crossing, row["weight_slot"], slots.crossing)
         return _State(received, made, residuals, crossing, sums)
 
-    def _exchanged(self, made: jax.Array, row: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def _exchanged(
+        self, made: jax.Array, row: dict[str, jax.Array], known: KnownTick | None
+    ) -> tuple[jax.Array, jax.Array]:
         """What arrives from the rank before and from the one behind; where no rank sends, whatever."""
-        ranks = range(self._num_ranks)
 
-        def permuted(step: int) -> Callable[[], jax.Array]:
-            ring = [(rank, (rank + step) % self._num_ranks) for rank in ranks]
-            return lambda: jax.lax.ppermute(made, AXIS, ring)
+        def permuted(step: int) -> jax.Array:
+            ring = [(rank, (rank + step) % self._num_ranks) for rank in range(self._num_ranks)]
+            return jax.lax.ppermute(made, AXIS, ring)
 
+        if known is not None:
+            return permuted(1) if known.from_previous else made, permuted(-1) if known.from_next else made
         # The same branch on every rank.
         return (
-            jax.lax.cond(row["any_from_previous"], permuted(1), lambda: made),
-            jax.lax.cond(row["any_from_next"], permuted(-1), lambda: made),
+            jax.lax.cond(row["any_from_previous"], lambda: permuted(1), lambda: made),
+            jax.lax.cond(row["any_from_next"], lambda: permuted(-1), lambda: made),
         )
 
     def _task(
@@ -406,28 +401,6 @@ class _ForwardRank(_Rank):
         x, found = self._shapes(tick)
         sums = _Sums(None, [], jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), found), jnp.zeros(()))
         return _State(_buffer(self._routed.num_receive_slots + 1, x), jnp.zeros(x.shape, x.dtype), [], [], sums)
-
-
-def _runs(kinds: Sequence[Kind]) -> list[tuple[slice, tuple[Kind, ...]]]:
-    """Ranges of ticks that repeat one kind, or two in turn.
-
-    >>> F, B = Kind.FORWARD, Kind.BACKWARD
-    >>> [(ticks.stop - ticks.start, len(kinds)) for ticks, kinds in _runs([F, F, F, B, F, B, F, B, B])]
-    [(2, 1), (6, 2), (1, 1)]
-    """
-    runs, start = [], 0
-    while start < len(kinds):
-        pattern = tuple(kinds[start : start + 2])
-        alternates = len(set(pattern)) == 2
-        pattern = pattern if alternates else pattern[:1]
-        end = start + len(pattern)
-        while tuple(kinds[end : end + len(pattern)]) == pattern:
-            end += len(pattern)
-        if not alternates and end < len(kinds) and end - start > 1 and kinds[end + 1 : end + 2] == [kinds[start]]:
-            end -= 1  # the last one begins what alternates
-        runs.append((slice(start, end), pattern))
-        start = end
-    return runs
 
 
 def _branch(condition: jax.Array, true: Callable, false: Callable, *arguments: Any) -> Any:
