@@ -78,7 +78,7 @@ def zero_bubble_deep(geometry: Geometry) -> Orders:
 
 
 def vee(geometry: Geometry) -> Orders:
-    """ZB-V (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 4): chunk 1 runs back, no bubble.
+    """ZB-V (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"): chunk 1 runs back, no bubble.
 
     2(p − r) − 1 forwards of chunk 0 first, and then never more than 2p chunks in flight: as much as p whole stages.
     """

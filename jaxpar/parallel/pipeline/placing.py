@@ -36,7 +36,7 @@ def place(geometry: Geometry, orders: Orders, *, aligned: bool = False) -> Table
         if num_empty > geometry.hop * len(turns):
             heads = (f"{tasks[-1].label()} on rank {rank}" for rank, tasks in enumerate(waiting) if tasks)
             raise ValueError(f"the ranks wait for each other for ever: {', '.join(heads)}")
-        if any(row) or geometry.hop > 1 or num_empty == len(turns):
+        if any(row) or geometry.hop > 1:
             table.append(row)
     return tuple(table)
 

@@ -84,7 +84,7 @@ class Geometry:
 
     Placement "loop" gives rank r the stages r, p + r, 2p + r, ... of p ranks. In "vee" every second chunk runs back:
     with two chunks, rank r has the stages r and 2p − 1 − r, so that the last stage is where the first one is
-    (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 3).
+    (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
 
     `hop` is the number of ticks after which a neighbour can use a result: with 1 the transfer ends the tick that
     computed it, with 2 it runs beside the computation of the next tick. On the same rank it is always 1. Where nothing

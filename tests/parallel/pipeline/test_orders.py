@@ -17,7 +17,7 @@ def test_gpipe_has_all_forwards_first() -> None:
 
 
 def test_1f1b_has_a_forward_for_each_rank_to_come_first() -> None:
-    """Narayanan et al. 2021, figure 3."""
+    """Narayanan et al. 2021, figure 4 (top)."""
     assert labels(orders.one_forward_one_backward(Geometry(4, 5))) == [
         "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4",
         "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
@@ -28,7 +28,7 @@ def test_1f1b_has_a_forward_for_each_rank_to_come_first() -> None:
 
 
 def test_interleaving_takes_the_microbatches_in_groups_through_the_chunks() -> None:
-    """Narayanan et al. 2021, figure 4, with the chunks written as letters."""
+    """Narayanan et al. 2021, figure 4 (bottom), with the chunks written as letters."""
     found = labels(orders.interleaved(Geometry(2, 4, 2)), with_chunk=True)
     assert found[0] == "F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a"
     assert found[1] == "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a"

@@ -1,12 +1,15 @@
 """Every table that can run is accepted, and one that cannot is refused with the place of the fault."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar.parallel.pipeline.catalogue import build_schedule
+from jaxpar.parallel.pipeline.routing import RoutedSchedule, route
 from jaxpar.parallel.pipeline.schedule import Geometry, Kind, PipelineSchedule, TableError, Task
 from jaxpar.parallel.pipeline.validate import validate
 
@@ -70,6 +73,16 @@ def test_a_fault_is_named_with_its_place(cells: dict, message: str, change: Chan
     with pytest.raises(TableError) as error:
         validate(change(schedule, cells))
     assert str(error.value).startswith(message)
+
+
+def test_the_routed_arrays_are_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def misrouted(schedule: PipelineSchedule) -> RoutedSchedule:
+        routed = route(schedule)
+        return replace(routed, residual_slot=np.zeros_like(routed.residual_slot))
+
+    monkeypatch.setattr("jaxpar.parallel.pipeline.validate.route", misrouted)
+    with pytest.raises(TableError, match="tick 1, rank 0, F1a: overwrites residual slot 0"):
+        validate(build_schedule("gpipe", 2, 2))
 
 
 def test_a_tick_has_a_cell_for_each_rank() -> None:
