@@ -82,7 +82,7 @@ def build_schedule(
         if value < 1:
             raise ValueError(f"{key}={value} must be 1 or more")
     if hop not in HOPS:
-        raise ValueError(f"pipeline.hop={hop} must be {' or '.join(map(str, HOPS))}")
+        raise ValueError(f"hop={hop} must be {' or '.join(map(str, HOPS))}")
     recipe = SCHEDULES[name]
     _check_chunks(name, recipe, num_chunks)
     _check_microbatches(name, recipe, num_ranks, num_microbatches)
