@@ -21,7 +21,9 @@ from jaxpar.data import declared_vocab_size
 from jaxpar.memory import OptimizerArray, optimizer_arrays, state_parts
 from jaxpar.metrics import find_accelerator, with_unit
 from jaxpar.parallel.collectives import CollectiveRow, group_by_axis, parse_collectives
+from jaxpar.parallel.pipeline.makespan import in_flight
 from jaxpar.parallel.program import memory_table
+from jaxpar.pipeline_plan import PipelinePlan
 from jaxpar.plan import Plan, make_plan
 from jaxpar.state import abstract_state
 from jaxpar.step import Step, abstract_batch
@@ -62,6 +64,8 @@ def _inspect(config: Config, flags: Collection[str]) -> int:
     for note in plan.notes:
         console.print(note, highlight=False)
     console.print(_parameter_table(plan))
+    if plan.pipeline is not None:
+        console.print(_pipeline_table(plan.pipeline))
     _print_state(console, plan, step)
     if _NO_COMPILE not in flags:
         compiled = compile_step(plan)
@@ -89,6 +93,22 @@ def _parameter_table(plan: Plan) -> Table:
             parameter.path, _shape(parameter.shape), axes, _shape(parameter.layout.local_shape),
             with_unit(parameter.local_bytes), parameter.layout.reason,
         )  # fmt: skip
+    return table
+
+
+def _pipeline_table(pipeline: PipelinePlan) -> Table:
+    """Which layers are where, and what a rank keeps for their backward passes."""
+    geometry, partition = pipeline.schedule.geometry, pipeline.partition
+    columns = ("rank", "layers of its chunks", "tasks", "idle", "activations in flight")
+    title = f"Pipeline ({pipeline.schedule.name}; python -m jaxpar.plot_pipeline draws it)"
+    table = _table(title, columns, right=columns[2:])
+    num_ticks, held = pipeline.schedule.num_ticks, in_flight(pipeline.schedule)
+    for rank in range(geometry.num_ranks):
+        stages = [geometry.stage(rank, chunk) for chunk in range(geometry.num_chunks)]
+        layers = [f"{partition.starts[s]}-{partition.starts[s] + partition.counts[s] - 1}" for s in stages]
+        tasks = sum(row[rank] is not None for row in pipeline.schedule.table)
+        idle, kept = f"{1 - tasks / num_ticks:.0%}", f"{held.chunks[rank]} of a chunk"
+        table.add_row(str(rank), ", ".join(layers), str(tasks), idle, kept)
     return table
 
 

@@ -61,10 +61,10 @@ def state_parts(plan: Plan, optimizer: Optimizer) -> list[Part]:
 def abstract_gradients(plan: Plan) -> Any:
     """The gradients as shapes with shardings, as the backward pass leaves them.
 
-    Sums over several microbatches are float32; others have their parameter's format.
+    Sums over several microbatches, of accumulation or of a pipeline, are float32; others have their parameter's format.
     """
 
-    in_float32 = plan.config.train.microbatches > 1
+    in_float32 = plan.config.train.microbatches > 1 or plan.pipeline is not None
 
     def gradient(parameter: jax.ShapeDtypeStruct, place: jax.sharding.NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(parameter.shape, "float32" if in_float32 else parameter.dtype, sharding=place)

@@ -24,8 +24,11 @@ from rich.table import Table
 
 from jaxpar.command_line import UserError, run_command, user_errors
 from jaxpar.config import Config
+from jaxpar.config.schema import PipelineConfig
 from jaxpar.data import declared_vocab_size
 from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes
+from jaxpar.parallel.pipeline.catalogue import SCHEDULES
+from jaxpar.parallel.pipeline.schedule import PipelineSchedule
 from jaxpar.plan import Plan, make_plan
 from jaxpar.state import guard_rules
 from jaxpar.step import dropout_keys, make_gradients
@@ -61,8 +64,7 @@ def _verify(config: Config, flags: Collection[str]) -> int:
         vocab_size = getattr(config.model, "vocab_size", 0) or declared_vocab_size(config.data)
         if _SCALED_DOWN in flags:
             whole = make_plan(config, devices, vocab_size)
-            kernel = whole.execution.attention if "attention" in whole.calls else "auto"
-            config, vocab_size = _scaled_down(config, sizes, vocab_size, kernel)
+            config, vocab_size = _scaled_down(whole, sizes, vocab_size)
         # Clipping would spread one wrong gradient over all of them.
         config = config.model_copy(update={"train": config.train.model_copy(update={"max_grad_norm": math.inf})})
         plan = make_plan(config, devices, vocab_size)
@@ -191,28 +193,53 @@ def _report(plan: Plan, found: Sequence[Difference], tolerances: Mapping[str, fl
     return 0
 
 
-def _scaled_down(config: Config, sizes: Mapping[str, int], vocab_size: int, attention: str) -> tuple[Config, int]:
+def _scaled_down(whole: Plan, sizes: Mapping[str, int], vocab_size: int) -> tuple[Config, int]:
     """A small copy of the run with the same parts, kernels and layout, in which blocks and chunks still are several."""
-    model = config.model
+    config, model = whole.config, whole.config.model
     if not hasattr(model, "scaled_down"):
-        raise UserError(f"--scaled-down: {type(model).__name__} has no method scaled_down(tensor=..., fsdp=...)")
+        raise UserError(
+            f"--scaled-down: {type(model).__name__} has no method scaled_down(tensor=..., fsdp=..., stages=...)"
+        )
+    attention = whole.execution.attention if "attention" in whole.calls else "auto"
     length = 16 * sizes["tensor"]
-    rows = 2
+    microbatches = min(config.train.microbatches, 2)
+    stages, rows, pipeline = 1, 2, config.pipeline
+    if whole.pipeline is not None:
+        geometry = whole.pipeline.schedule.geometry
+        stages, rows, pipeline = geometry.num_stages, _microbatches(whole.pipeline.schedule), _same_schedule(whole)
+        rows *= microbatches
     for axis in BATCH_AXES:
         rows *= sizes[axis]
     small = config.model_copy(
         update={
-            "model": model.scaled_down(tensor=sizes["tensor"], fsdp=sizes["fsdp"]),
+            "model": model.scaled_down(tensor=sizes["tensor"], fsdp=sizes["fsdp"], stages=stages),
+            "pipeline": pipeline,
             "data": config.data.model_copy(update={"sequence_length": length}),
-            "train": config.train.model_copy(
-                update={"batch_size": rows, "microbatches": min(config.train.microbatches, 2)}
-            ),
+            "train": config.train.model_copy(update={"batch_size": rows, "microbatches": microbatches}),
             "evaluation": config.evaluation.model_copy(update={"batch_size": 0}),
             "kernels": config.kernels.model_copy(update={"attention": attention, "attention_block": length // 2}),
             "loss": config.loss.model_copy(update={"chunk_tokens": min(config.loss.chunk_tokens, length // 2)}),
         }
     )
     return small, min(vocab_size, 1000)
+
+
+def _microbatches(schedule: PipelineSchedule) -> int:
+    """As many as fill and drain the pipeline; a table of the user's own has what it has."""
+    geometry = schedule.geometry
+    return (
+        min(geometry.num_microbatches, 2 * geometry.num_ranks)
+        if schedule.name in SCHEDULES
+        else geometry.num_microbatches
+    )
+
+
+def _same_schedule(whole: Plan) -> PipelineConfig:
+    """What makes the whole run's schedule again, for few microbatches and other layers."""
+    assert whole.pipeline is not None
+    schedule, keys = whole.pipeline.schedule, whole.config.pipeline
+    named = {"schedule": schedule.name, "chunks": schedule.geometry.num_chunks} if schedule.name in SCHEDULES else {}
+    return keys.model_copy(update={"microbatches": _microbatches(schedule), "layers_per_stage": (), **named})
 
 
 if __name__ == "__main__":

@@ -148,12 +148,13 @@ class TransformerConfig(BaseModel):
             self, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size, sequence_length=sequence_length, rngs=rngs
         )
 
-    def scaled_down(self, *, tensor: int, fsdp: int) -> "TransformerConfig":
-        """A small model with the same parts, heads and pattern of layers, whose dims divide by `tensor` and `fsdp`."""
+    def scaled_down(self, *, tensor: int, fsdp: int, stages: int = 1) -> "TransformerConfig":
+        """A small model with the same parts, heads and pattern of layers, whose dims divide by `tensor` and `fsdp`,
+        with a turn of the pattern more than `stages`."""
         return self.model_copy(
             update={
                 "vocab_size": 0,
-                "num_layers": 2 * len(self.windows),
+                "num_layers": (stages + 1) * len(self.windows),
                 "embed_dim": 16 * fsdp,
                 "head_dim": 16,
                 "mlp_dim": 16 * tensor,

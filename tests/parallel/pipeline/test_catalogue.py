@@ -67,5 +67,5 @@ def test_what_cannot_be_made_is_refused_with_what_can(arguments: tuple, message:
 
 
 def test_a_hop_of_three_ticks_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^pipeline\.hop=3 must be 1 or 2"):
+    with pytest.raises(ValueError, match=r"^hop=3 must be 1 or 2"):
         build_schedule("gpipe", 2, 2, hop=3)
