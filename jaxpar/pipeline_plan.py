@@ -25,7 +25,7 @@ from jaxpar.parallel.pipeline.schedule import PipelineSchedule
 from jaxpar.parallel.pipeline.table_file import read_table
 from jaxpar.parallel.rules import LogicalAxes, is_stacked
 
-__all__ = ["PipelinePlan", "check_parts", "plan_pipeline", "work_of_ends"]
+__all__ = ["PipelinePlan", "check_parts", "check_schedule_name", "plan_pipeline", "work_of_ends"]
 
 _MICROBATCHES_PER_STAGE = 4
 _MOST_CHUNKS = 4
@@ -86,6 +86,13 @@ def plan_pipeline(config: Config, sizes: Mapping[str, int], num_layers: int, per
         num_batch_shards=_num_shards(sizes),
         notes=_notes(found, why, counts),
     )
+
+
+def check_schedule_name(config: Config) -> None:
+    """Raises ValueError for a schedule that no number of ranks has, also where there is one rank."""
+    name = config.pipeline.schedule
+    if name != "auto" and name not in SCHEDULES and not _is_path(name):
+        build_schedule(name, 1, 1)
 
 
 def check_parts(

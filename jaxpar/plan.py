@@ -26,7 +26,7 @@ from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
 from jaxpar.parallel.offload import host_sharding, in_host_memory, readable
 from jaxpar.parallel.pipeline.partition import in_rows
 from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, Table, is_stacked, is_vector, resolve
-from jaxpar.pipeline_plan import PipelinePlan, check_parts, plan_pipeline, work_of_ends
+from jaxpar.pipeline_plan import PipelinePlan, check_parts, check_schedule_name, plan_pipeline, work_of_ends
 from jaxpar.requirements import (
     check_calls,
     check_checkpoints,
@@ -129,6 +129,16 @@ class Plan:
             lambda x, sharding: x if in_host_memory(x) else jax.lax.with_sharding_constraint(x, sharding),
             tree,
             self.shardings(table),
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, without the empty places of a pipeline."""
+        if self.pipeline is None:
+            return sum(p.size for p in self.parameters)
+        num_rows = len(self.pipeline.partition.rows)
+        return sum(
+            p.size // num_rows * self.pipeline.num_layers if is_stacked(p.axes) else p.size for p in self.parameters
         )
 
     @property
@@ -246,6 +256,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     check_offload(config, axes)
     calls = _calls(config, execution, structure, abstract_params)
     check_calls(config, calls)
+    check_schedule_name(config)
     pipeline = None
     if sizes["pipe"] > 1:
         check_parts(config, execution, structure, abstract_params, axes)

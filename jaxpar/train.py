@@ -133,12 +133,11 @@ def _ends_recorded(events: Events) -> Iterator[None]:
 
 def _description(plan: Plan, step: Step) -> list[str]:
     config = plan.config
-    num_parameters = sum(parameter.size for parameter in plan.parameters)
     sizes = " × ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items() if size > 1) or "1"
     device = plan.mesh.devices.flat[0]
     kind = "" if device.device_kind == device.platform else f" ({device.device_kind})"
     return [
-        f"{getattr(config.model, 'name', 'model')}: {num_parameters:,} parameters, vocabulary {plan.vocab_size:,}",
+        f"{getattr(config.model, 'name', 'model')}: {plan.num_parameters:,} parameters, vocabulary {plan.vocab_size:,}",
         f"{plan.mesh.size} {device.platform} device(s){kind}: {sizes}",
         _state_bytes(plan, step),
         *plan.notes,
