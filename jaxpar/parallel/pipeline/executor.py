@@ -234,6 +234,9 @@ class _Rank:
 
         if known is not None:
             return permuted(1) if known.from_previous else made, permuted(-1) if known.from_next else made
+        if self._hop == 2:
+            # In a branch it could not run beside the task.
+            return permuted(1), permuted(-1)
         # The same branch on every rank.
         return (
             jax.lax.cond(row["any_from_previous"], lambda: permuted(1), lambda: made),

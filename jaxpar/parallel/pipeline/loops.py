@@ -40,7 +40,10 @@ def num_transfers(routed: RoutedSchedule) -> int:
             rows = slice(ticks.start + place, ticks.stop, len(group))
             for name in ("from_previous", "from_next"):
                 sends = getattr(routed, f"any_{name}")[rows]
-                transfers += int(sends.sum()) if known is None else len(sends) * getattr(known, name)
+                if known is None:
+                    transfers += len(sends) if routed.schedule.geometry.hop == 2 else int(sends.sum())
+                else:
+                    transfers += len(sends) * getattr(known, name)
     return transfers
 
 
