@@ -240,7 +240,9 @@ def _schedule(
     if _is_path(keys.schedule):
         found, why = measure(_own_table(config, sizes), costs), f"from {keys.schedule}"
     elif keys.schedule == "auto":
-        allowed = _chunks_to_try(keys.chunks, pipe, num_layers // period)
+        # Layers that are given say how many stages there are.
+        given = keys.chunks or len(keys.layers_per_stage) // pipe
+        allowed = _chunks_to_try(given, pipe, num_layers // period)
         _check_num_stages(config, pipe, min(allowed), num_layers, period)
         choice = choose_schedule(pipe, _num_microbatches(config, sizes), allowed, costs, max_in_flight=bound, hop=hop)
         found, why = measure(choice.schedule, costs), _reason(choice)
@@ -300,7 +302,10 @@ def _costs(config: Config, pipe: int, num_layers: int, period: int, work: Work) 
     numbers = given or (1.0, 1.0 + _RECOMPUTED[config.remat.policy], 1.0)
     if num_layers // period < pipe:
         return Costs(*numbers)
-    loads = [float(count) for count in _layers_per_stage(config, pipe, num_layers, period, work)]
+    counts = config.pipeline.layers_per_stage
+    if len(counts) != pipe:
+        counts = balanced_layers(num_layers, pipe, work, period=period)
+    loads = [float(count) for count in counts]
     loads[0] += work.embed
     loads[-1] += work.head
     mean = math.fsum(loads) / pipe

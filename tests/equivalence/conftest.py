@@ -55,6 +55,7 @@ MODELS = {
     "untied-6": TransformerConfig(**SMALL, num_layers=6, tied=False),
     "tied-9": TransformerConfig(**SMALL, num_layers=9, tied=True),
     "untied-9": TransformerConfig(**SMALL, num_layers=9, tied=False),
+    "windowed-8": TransformerConfig(**SMALL, num_layers=8, windows=(5, 0)),
     # The least that compiles fast, for what does not depend on the model.
     "small": TransformerConfig(
         num_layers=2, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=16, init_std=0.3, gated=False, vocab_multiple=2,

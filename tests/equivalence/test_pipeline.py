@@ -9,6 +9,13 @@ import numpy as np
 import pytest
 
 from jaxpar.parallel.pipeline.catalogue import SCHEDULES
+from jaxpar.plan import make_plan
+from jaxpar.sample import continue_tokens
+from jaxpar.state import init_state
+from jaxpar.step import Step
+from jaxpar.verify import synthetic_batch
+
+VOCAB_SIZE = 250
 
 AXES = ("tensor", "fsdp", "data")
 FEATURES: dict[str, dict[str, Any]] = {
@@ -79,3 +86,74 @@ def test_a_schedule_equals_one_device(schedule, axis, head, feature, one_device,
     pipeline = {"schedule": schedule, "microbatches": 8}
     found = layout_run(model, {"pipe": 4, axis: 2}, train=train, pipeline=pipeline, **FEATURES[feature])
     assert_same(found, one_device(model, feature), 2e-2 if feature == "float16" else 2e-5)
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "sequence parallelism": ("untied-6", {"tensor": 2, "sequence_parallel": True}, {"schedule": "1f1b"}),
+    "layers that differ": ("windowed-8", {"data": 2}, {"schedule": "1f1b_aligned", "layers_per_stage": [2, 2, 2, 2]}),
+    "ZeRO 1": ("tied-6", {"fsdp": 2, "zero_stage": 1}, {"schedule": "zb_h1", "layers_per_stage": [1, 3, 1, 1]}),
+    "ZeRO 2, overlap": ("tied-6", {"fsdp": 2, "zero_stage": 2}, {"schedule": "1f1b_aligned", "overlap": True}),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS)
+def test_other_layouts_equal_one_device(case, one_device, layout_run):
+    model, layout, pipeline = case
+    found = layout_run(model, {"pipe": 4} | layout, train=train_of(""), pipeline=pipeline | {"microbatches": 8})
+    assert_same(found, one_device(model, "dropout"), 2e-5)
+
+
+def test_matrices_in_rows_without_a_layer_stay_zero_and_steps_of_layers_are_theirs(config_for, layout_run, run_of):
+    """Muon orthogonalises gradients that are zero there; layer-wise decay counts layers, not rows."""
+    optimizer = {"name": "muon", "learning_rate": 1e-2, "layer_decay": 0.7}
+    pipeline = {"schedule": "interleaved_aligned", "microbatches": 8, "layers_per_stage": [1, 1, 2, 1, 1, 1, 1, 1]}
+    sections = {"train": train_of(""), "optimizer": optimizer}
+    found = layout_run("untied-9", {"pipe": 4, "data": 2}, pipeline=pipeline, **sections)
+    expected = run_of(config_for("untied-9", {}, **sections), jax.devices()[:1])
+    assert_same(found, expected, 5e-5)
+
+
+def test_clipping_and_skipped_steps_are_global(config_for, layout_run, run_of):
+    """A scale at which the first steps overflow somewhere: all ranks skip those, and clip the others alike."""
+    sections = {
+        "train": {"num_steps": 6, "batch_size": 16, "max_grad_norm": 0.05},
+        "precision": {"compute": "float16", "scale_initial": 2.0**22, "scale_max": 2.0**22},
+    }
+    pipeline = {"schedule": "1f1b", "microbatches": 8}
+    found = layout_run("tied-6", {"pipe": 4, "tensor": 2}, pipeline=pipeline, **sections)
+    # Sums over fewer sequences overflow later.
+    sections["train"] = sections["train"] | {"microbatches": 8}
+    expected = run_of(config_for("tied-6", {}, **sections), jax.devices()[:1])
+    for metric in ("skipped", "loss_scale"):
+        assert [step[metric] for step in found.metrics] == [step[metric] for step in expected.metrics]
+    assert 0 < found.metrics[-1]["skipped"] < 5
+    assert found.metrics[-1]["grad_norm"] > 0.05
+    for path, want in expected.params.items():
+        np.testing.assert_allclose(
+            found.params[path], want, rtol=0, atol=2e-3 * np.abs(want).max() + 1e-6, err_msg=path
+        )
+
+
+def test_evaluation_and_samples_are_those_of_one_device(config_for):
+    """Forwards alone; a batch of evaluation may be cut into fewer parts."""
+    found = []
+    for layout, pipeline in (({}, {}), ({"pipe": 4, "tensor": 2}, {"schedule": "zb_v", "microbatches": 8})):
+        config = config_for("tied-9", layout, train=train_of(""), evaluation={"batch_size": 12}, pipeline=pipeline)
+        plan = make_plan(config, jax.devices()[: 8 if layout else 1], VOCAB_SIZE)
+        step = Step(plan)
+        with plan.execution.active():
+            params = init_state(plan, step.optimizer).params
+            rows = {name: array[:12] for name, array in synthetic_batch(plan).items()}
+            batch = {name: jax.device_put(array, plan.batch_sharding) for name, array in rows.items()}
+            lengths = jax.device_put(np.arange(plan.padded_vocab_size, dtype=np.int32), plan.replicated)
+            sums = jax.device_get(step.evaluate(params, batch, lengths))
+        tokens = continue_tokens(
+            plan, params, [5, 6, 7], num_tokens=4, temperature=1.0, vocab_size=VOCAB_SIZE, end_of_text=-1
+        )
+        found.append((sums, tokens))
+    (one, one_tokens), (split, split_tokens) = found
+    assert one.keys() == split.keys()
+    for name, value in one.items():
+        np.testing.assert_allclose(split[name], value, rtol=1e-5, err_msg=name)
+    assert split_tokens == one_tokens
+    assert len(set(one_tokens)) > 1
