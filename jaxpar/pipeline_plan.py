@@ -84,7 +84,7 @@ def plan_pipeline(config: Config, sizes: Mapping[str, int], num_layers: int, per
         partition=make_partition(schedule.geometry, counts),
         num_layers=num_layers,
         num_batch_shards=_num_shards(sizes),
-        notes=_notes(found, why, counts),
+        notes=tuple(_notes(config, sizes, found, why, counts)),
     )
 
 
@@ -327,20 +327,27 @@ def _reason(choice: Choice) -> str:
     assert best is not None
     if not others or others[0].measured is None:
         return "the only one that fits"
-    more = others[0].measured.slowdown / best.slowdown - 1
-    return f"the fastest of {len(others) + 1} by prediction, before {others[0].name} with {more:.0%} more time"
+    next_best, more = others[0], others[0].measured.slowdown / best.slowdown - 1
+    chunks = f" of {next_best.num_chunks} chunks" if next_best.num_chunks > 1 else ""
+    return f"the fastest of {len(others) + 1} by prediction, before {next_best.name}{chunks} with {more:.0%} more time"
 
 
-def _notes(found: Measured, why: str, counts: Sequence[int]) -> tuple[str, ...]:
+def _notes(config: Config, sizes: Mapping[str, int], found: Measured, why: str, counts: Sequence[int]) -> list[str]:
     schedule = found.schedule
     geometry = schedule.geometry
     chunks = f" of {geometry.num_chunks} chunks" if geometry.num_chunks > 1 else ""
-    return (
+    notes = [
         f"pipeline: {schedule.name}{f' ({why})' if why else ''}: {geometry.num_ranks} ranks{chunks}, layers of the "
         f"stages {'/'.join(map(str, counts))}, {geometry.num_microbatches} microbatches in {schedule.num_ticks} ticks",
         f"pipeline: predicted time {found.slowdown:.2f} × the work of the busiest rank; a rank has room for "
         f"{found.held:g} microbatches' activations",
-    )
+    ]
+    if config.parallel.zero_stage == 3 and sizes["fsdp"] > 1:
+        times = 2 * geometry.num_microbatches * config.train.microbatches
+        notes.append(
+            f"pipeline: parallel.zero_stage=3 gathers the weights of each stage {times} times a step, 2 or 1 once"
+        )
+    return notes
 
 
 @lru_cache(maxsize=16)

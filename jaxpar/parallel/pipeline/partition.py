@@ -60,15 +60,15 @@ def make_partition(geometry: Geometry, layers_per_stage: Sequence[int]) -> Parti
 
 
 def balanced_layers(num_layers: int, num_stages: int, work: Work, *, period: int = 1) -> tuple[int, ...]:
-    """Layers of each stage such that the stage with the most work has as little as possible.
+    """Layers of each stage such that the stage with the most work has little.
 
-    Each stage has a multiple of `period` layers, at least one period. Of equal choices it is the one whose work is the
-    most even.
+    Each stage has a multiple of `period` layers, at least one period. Every chunk has rows for the largest stage, so
+    that a larger one must be worth it: the busiest stage's work must shrink by at least half as much as rows grow.
 
     >>> balanced_layers(8, 4, Work())
     (2, 2, 2, 2)
-    >>> balanced_layers(30, 4, Work(head=2.5))
-    (8, 8, 8, 6)
+    >>> balanced_layers(32, 4, Work(head=2.5)), balanced_layers(80, 16, Work(head=1.2))[-3:]
+    ((9, 9, 8, 6), (5, 5, 5))
 
     Raises:
       ValueError: there are fewer turns of the pattern than stages, or the last is not whole.
@@ -79,12 +79,29 @@ def balanced_layers(num_layers: int, num_stages: int, work: Work, *, period: int
     extra = [0.0] * num_stages
     extra[0] += work.embed / period
     extra[-1] += work.head / period
-    counts = [1] * num_stages
-    for _ in range(turns - num_stages):
+    largest = -(-turns // num_stages)
+    best = _lightest(turns, extra, largest)
+    for size in range(largest + 1, turns):
+        counts = _lightest(turns, extra, size)
+        saved = 1 - _busiest(counts, extra) / _busiest(best, extra)
+        if saved < (size / max(best) - 1) / 2:
+            break
+        best = counts
+    return tuple(count * period for count in best)
+
+
+def _lightest(turns: int, extra: Sequence[float], most: int) -> list[int]:
+    """Turns of each stage, at most `most`, with the least work of the busiest one."""
+    counts = [1] * len(extra)
+    for _ in range(turns - len(extra)):
         # Greedy is optimal: every turn costs the same, and goes where the result is smallest.
-        lightest = min(range(num_stages), key=lambda stage: (counts[stage] + extra[stage], stage))
-        counts[lightest] += 1
-    return tuple(count * period for count in counts)
+        free = (stage for stage, count in enumerate(counts) if count < most)
+        counts[min(free, key=lambda stage: (counts[stage] + extra[stage], stage))] += 1
+    return counts
+
+
+def _busiest(counts: Sequence[int], extra: Sequence[float]) -> float:
+    return max(count + more for count, more in zip(counts, extra, strict=True))
 
 
 def in_rows(stacked: jax.Array, rows: Sequence[int]) -> jax.Array:
