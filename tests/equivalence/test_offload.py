@@ -34,10 +34,8 @@ def _layout(name: str) -> tuple[dict, dict, dict]:
     return LAYOUT | parallel, {"train": TRAIN | train, "remat": remat}, {"offload": offload}
 
 
-# Gemma's alternating windows matter to how slices are fetched.
-@pytest.mark.parametrize(
-    ("name", "model"), [*((name, "llama") for name in CASES), ("state", "gemma"), ("all", "gemma")]
-)
+# Gemma's alternating windows matter to how slices are fetched; nothing else of a model does.
+@pytest.mark.parametrize(("name", "model"), [*((name, "small") for name in CASES), ("all", "gemma")])
 def test_results_are_those_without_offload(name, model, layout_run):
     layout, sections, offload = _layout(name)
     found, expected = layout_run(model, layout, **sections, **offload), layout_run(model, layout, **sections)
