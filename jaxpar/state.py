@@ -134,10 +134,13 @@ def unpadded_shapes(plan: Plan, state: TrainState) -> dict[str, tuple[int, ...]]
 
     def shape(keys: tuple, array: Any, axes: LogicalAxes) -> tuple[int, ...]:
         is_scales = jax.tree_util.keystr(keys[-1:], simple=True).endswith("_scales")
-        block_size = getattr(plan.config.optimizer, "block_size", 1) if is_scales else 1
-        padded, size = num_blocks(plan.padded_vocab_size, block_size), num_blocks(plan.vocab_size, block_size)
-        dims = zip(array.shape, axes, strict=True)
-        return tuple(size if axis == "vocab" and dim == padded else dim for dim, axis in dims)
+        unpadded = list(array.shape)
+        for dim, axis in enumerate(axes):
+            # Of scales there is one for each block along the last dim.
+            block_size = getattr(plan.config.optimizer, "block_size", 1) if is_scales and dim + 1 == array.ndim else 1
+            if axis == "vocab" and unpadded[dim] == num_blocks(plan.padded_vocab_size, block_size):
+                unpadded[dim] = num_blocks(plan.vocab_size, block_size)
+        return tuple(unpadded)
 
     axes = {
         "params": plan.as_params(plan.axes),
