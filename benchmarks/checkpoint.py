@@ -29,7 +29,7 @@ from jaxpar.checkpoint_store import CheckpointStore, Notes, Retention
 from jaxpar.config import load_config
 from jaxpar.plan import Plan, make_plan
 from jaxpar.resume import stored_config
-from jaxpar.state import TrainState, abstract_state, init_state, optimizer_of, unpadded_shapes
+from jaxpar.state import TrainState, abstract_state, init_state, optimizer_of, state_extents
 
 CONFIG = Path(__file__).with_name("checkpoint.toml")
 VOCAB_SIZE = 4096
@@ -69,7 +69,7 @@ class _Run:
     def __init__(self, plan: Plan, state: TrainState, abstract: TrainState, checkpoints: Checkpoints) -> None:
         self.state, self.step = state, 0
         self._plan, self._abstract, self._checkpoints = plan, abstract, checkpoints
-        self._extents = unpadded_shapes(plan, abstract)
+        self._extents = state_extents(plan, abstract)
         self._add = jax.jit(lambda step: step + 1, out_shardings=plan.replicated)
 
     def save(self) -> None:

@@ -29,6 +29,7 @@ from jaxpar.checkpoint_store import (
     brief,
 )
 from jaxpar.digest import digest_arrays
+from jaxpar.extent import Extent
 from jaxpar.parallel.agreement import failures, of_the_first, rest
 from jaxpar.restore import read_arrays
 from jaxpar.state import TrainState
@@ -143,7 +144,7 @@ class Checkpoints:
         """The step of the newest checkpoint that was saved or gone on from, as far as this process knows."""
         return max(self._losses, default=None)
 
-    def save(self, state: TrainState, notes: Notes, extents: Mapping[str, tuple[int, ...]]) -> None:
+    def save(self, state: TrainState, notes: Notes, extents: Mapping[str, Extent]) -> None:
         """Starts to save the state; `notes` get its arrays' digests. Waits for an earlier save to end.
 
         A failure is kept for `messages` and `finish`.
@@ -182,27 +183,25 @@ class Checkpoints:
         save.thread = threading.Thread(target=self._watch, args=(save, response, notes), name="save", daemon=True)
         save.thread.start()
 
-    def restore(self, notes: Notes, abstract: TrainState, extents: Mapping[str, tuple[int, ...]]) -> TrainState:
+    def restore(self, notes: Notes, abstract: TrainState, extents: Mapping[str, Extent]) -> TrainState:
         """The saved state with the shapes and shardings of `abstract`, whose digests are those that were saved.
 
-        Where the vocabulary is padded otherwise than it was, rows are cut off or zeros added.
+        Layers are where `extents` say, wherever they were. Where the vocabulary is padded otherwise than it was, rows
+        are cut off or zeros added.
 
         Raises:
           DamagedCheckpointError: it cannot be read in one of the processes, or is not what was saved.
           ValueError: it holds another state than `abstract`.
         """
         _check_structure(notes, abstract.by_path(), extents)
-        arrays = self._read(notes.step, abstract.by_path())
+        arrays = self._read(notes, abstract.by_path(), extents)
         state = abstract.with_arrays(arrays)
-        found = digest_arrays(state.by_path(), extents)
-        changed = [
-            path
-            for path, digest in found.items()
-            if digest.content != notes.arrays[path].content
-            or (
-                digest.padding != notes.arrays[path].padding and state.by_path()[path].shape == notes.arrays[path].shape
-            )
-        ]
+        changed = []
+        for path, digest in digest_arrays(arrays, extents).items():
+            saved = notes.arrays[path]
+            same_padding = extents[path].padding(arrays[path].shape) == saved.extent.padding(saved.shape)
+            if digest.content != saved.content or (same_padding and digest.padding != saved.padding):
+                changed.append(path)
         if changed:
             raise DamagedCheckpointError(f"arrays are not what was saved: {', '.join(sorted(changed))}")
         if int(state.step) != notes.step:
@@ -255,23 +254,25 @@ class Checkpoints:
         if save.thread.is_alive():
             self._timed_out(save)
 
-    def _read(self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    def _read(
+        self, notes: Notes, abstract: Mapping[str, jax.ShapeDtypeStruct], extents: Mapping[str, Extent]
+    ) -> dict[str, jax.Array]:
         """The arrays, or DamagedCheckpointError in every process if one of them cannot read its part."""
         error, arrays = None, {}
         try:
             if self._is_writer:
-                self.store.fetch(step)
+                self.store.fetch(notes.step)
         except Exception as caught:
             error = f"it cannot be fetched: {brief(caught)}"
         failed = failures(error)
         try:
             if not failed:
-                arrays = read_arrays(self.store, step, abstract)
+                arrays = read_arrays(self.store, notes, abstract, extents)
         except DamagedCheckpointError as caught:
             error = str(caught)
         failed = failed or failures(error)
         if self._is_writer:
-            self.store.release(step)
+            self.store.release(notes.step)
         if failed:
             raise DamagedCheckpointError("; ".join(failed))
         return arrays
@@ -344,9 +345,9 @@ class Checkpoints:
                     self.store.remove_leftovers()
 
 
-def _check_structure(notes: Notes, abstract: Mapping[str, Any], extents: Mapping[str, tuple[int, ...]]) -> None:
-    saved = {path: (array.extent, array.dtype) for path, array in notes.arrays.items()}
-    asked = {path: (extents[path], str(leaf.dtype)) for path, leaf in abstract.items()}
+def _check_structure(notes: Notes, abstract: Mapping[str, Any], extents: Mapping[str, Extent]) -> None:
+    saved = {path: (array.extent.shape, array.dtype) for path, array in notes.arrays.items()}
+    asked = {path: (extents[path].shape, str(leaf.dtype)) for path, leaf in abstract.items()}
     if saved == asked:
         return
     lines = [f"  {path}: saved {_shown(saved.get(path))}, now {_shown(asked.get(path))}"

@@ -18,6 +18,7 @@ import numpy as np
 import tensorstore
 
 from jaxpar.config.credentials import masked
+from jaxpar.extent import Extent, as_slice
 
 __all__ = ["COMMITTED", "ArrayNotes", "CheckpointStore", "DamagedCheckpointError", "Notes", "Retention", "brief"]
 
@@ -38,11 +39,12 @@ class DamagedCheckpointError(Exception):
 
 @dataclass(frozen=True)
 class ArrayNotes:
-    """An array when it was saved: shape, dtype, shape without padding, digests of what is within that and beyond."""
+    """An array when it was saved: shape as it lies, dtype, shape in every layout with the layer of each row, digests
+    of what is within that and beyond."""
 
     shape: tuple[int, ...]
     dtype: str
-    extent: tuple[int, ...]
+    extent: Extent
     content: str
     padding: str
 
@@ -82,10 +84,7 @@ class Notes:
             values = dict(saved["notes"])
             if saved["sha256"] != _hash(values):
                 raise DamagedCheckpointError("its notes are not those that were saved")
-            arrays = {
-                path: ArrayNotes(**{**entry, "shape": tuple(entry["shape"]), "extent": tuple(entry["extent"])})
-                for path, entry in values["arrays"].items()
-            }
+            arrays = {path: _array_notes(entry) for path, entry in values["arrays"].items()}
             return cls(**{**values, "arrays": arrays})
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedCheckpointError(f"it has no notes of jaxpar's ({type(error).__name__}: {error})") from error
@@ -191,19 +190,28 @@ class CheckpointStore:
         except Exception as error:
             raise DamagedCheckpointError(f"it cannot be read: {brief(error)}") from error
 
-    def blocks(self, step: int, array: str) -> Iterator[tuple[int, np.ndarray]]:
+    def blocks(
+        self, step: int, array: str, extent: Extent, *, with_padding: bool = False
+    ) -> Iterator[tuple[int, np.ndarray]]:
         """One array of a checkpoint, in blocks of some of its first dim: (first index, entries).
+
+        `extent` is that of its notes. The layers of a stack come in their order, without rows that have none, so that
+        blocks of the same index are of the same entries, however the array lies; padding comes only `with_padding`.
 
         Raises:
           DamagedCheckpointError: it cannot be read.
         """
         stored = self.open_arrays(step, [array])[array]
-        rows = max(1, _BLOCK_BYTES // max(1, stored.dtype.numpy_dtype.itemsize * math.prod(stored.shape[1:])))
+        length, *inner = (stored.shape if with_padding else extent.shape) or (0,)
+        length = extent.shape[0] if extent.rows else length
+        size = max(1, _BLOCK_BYTES // max(1, stored.dtype.numpy_dtype.itemsize * math.prod(inner)))
         try:
             if stored.ndim == 0:
                 yield 0, stored.read().result()
-            for start in range(0, stored.shape[0] if stored.ndim else 0, rows):
-                yield start, stored[start : min(start + rows, stored.shape[0])].read().result()
+            for start in range(0, length, size):
+                stop = min(start + size, length)
+                rows = as_slice(extent.rows_of(np.arange(start, stop))) if extent.rows else slice(start, stop)
+                yield start, stored[(rows, *map(slice, inner))].read().result()
         except Exception as error:
             raise DamagedCheckpointError(f"{array} cannot be read: {brief(error)}") from error
 
@@ -247,6 +255,11 @@ def brief(error: BaseException) -> str:
         error = error.__cause__
     first = (str(error).strip().splitlines() or [""])[0]
     return masked(f"{type(error).__name__}: {first[:300]}")
+
+
+def _array_notes(entry: Mapping[str, Any]) -> ArrayNotes:
+    extent = Extent(*(tuple(entry["extent"][name]) for name in ("shape", "rows")))
+    return ArrayNotes(**{**entry, "shape": tuple(entry["shape"]), "extent": extent})
 
 
 def _hash(values: Mapping[str, Any]) -> str:

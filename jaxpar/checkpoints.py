@@ -25,6 +25,7 @@ from jaxpar.digest import digest_blocks
 from jaxpar.events import Events, read_events
 from jaxpar.exit_status import FAULT, USER_ERROR
 from jaxpar.export import export_parameters
+from jaxpar.extent import Extent
 from jaxpar.metrics import with_unit
 from jaxpar.remote_store import open_store, store_of
 from jaxpar.run_directory import run_directory
@@ -217,7 +218,8 @@ def _changed_arrays(store: CheckpointStore, notes: Notes) -> list[str]:
         with _fetched(store, [notes.step]):
             for path, array in notes.arrays.items():
                 try:
-                    digest = digest_blocks(store.blocks(notes.step, path), array.extent)
+                    blocks = store.blocks(notes.step, path, array.extent, with_padding=True)
+                    digest = digest_blocks(blocks, array.extent.shape)
                 except DamagedCheckpointError as error:
                     problems.append(str(error))
                     continue
@@ -252,17 +254,17 @@ def _diff(run: _Run, given: argparse.Namespace, console: Console) -> int:
     num_equal = num_different = 0
     for path in dict.fromkeys([*first.arrays, *second.arrays]):
         a, b = first.arrays.get(path), second.arrays.get(path)
-        if a is not None and b is not None and (a.content, a.extent, a.dtype) == (b.content, b.extent, b.dtype):
-            num_equal += 1
-            continue
-        num_different += 1
         if a is None or b is None:
             arrays.add_row(path, f"only in {given.steps[0] if b is None else given.steps[1]}", "")
-        elif (a.extent, a.dtype) != (b.extent, b.dtype):
-            arrays.add_row(path, f"{a.dtype}{list(a.extent)} → {b.dtype}{list(b.extent)}", "")
+        elif (a.extent.shape, a.dtype) != (b.extent.shape, b.dtype):
+            arrays.add_row(path, f"{a.dtype}{list(a.extent.shape)} → {b.dtype}{list(b.extent.shape)}", "")
+        elif a.content == b.content:
+            num_equal += 1
+            continue
         else:
             with _fetched(run.store, given.steps):
-                arrays.add_row(path, *_difference(run.store, given.steps, path, a.extent))
+                arrays.add_row(path, *_difference(run.store, path, {first.step: a.extent, second.step: b.extent}))
+        num_different += 1
     console.print(keys if changes else "the configurations are equal")
     if num_different:
         console.print(arrays)
@@ -270,13 +272,11 @@ def _diff(run: _Run, given: argparse.Namespace, console: Console) -> int:
     return FAULT if changes or num_different else 0
 
 
-def _difference(store: CheckpointStore, steps: Sequence[int], path: str, extent: Sequence[int]) -> tuple[str, str]:
+def _difference(store: CheckpointStore, path: str, extents: Mapping[int, Extent]) -> tuple[str, str]:
+    """Of an array of two steps, of one shape without padding."""
     largest = squares = reference = 0.0
-    inner = tuple(slice(size) for size in extent[1:])
-    for (start, a), (_, b) in zip(*(store.blocks(step, path) for step in steps), strict=True):
-        if a.ndim:
-            rows = slice(max(0, extent[0] - start))
-            a, b = a[(rows, *inner)], b[(rows, *inner)]
+    pairs = zip(*(store.blocks(step, path, extent) for step, extent in extents.items()), strict=True)
+    for (_, a), (_, b) in pairs:
         difference = a.astype(np.float64) - b.astype(np.float64)
         largest = max(largest, float(np.abs(difference).max(initial=0.0)))
         squares += float(np.square(difference).sum())

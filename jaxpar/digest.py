@@ -8,11 +8,13 @@ where f is MurmurHash3's finaliser, a bijection of 32 bits: a change of one elem
 probability 1 − 2^-64. That guards against faults of memory, disks and networks, not against somebody who computes a
 collision.
 
-A dim may be padded: then the elements within `extent`, the shape without padding, and those beyond have a digest each.
+A dim may be padded: then the elements within the extent, the shape without padding, and those beyond have a digest
+each. The place of an element along the first dim of a stack of layers is the layer's number, wherever the layer lies;
+rows without a layer count in neither.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,12 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxpar.extent import Extent
 from jaxpar.parallel.dispatch import one_at_a_time
 from jaxpar.parallel.offload import is_on_host
+from jaxpar.parallel.pipeline.partition import EMPTY
 
 __all__ = ["Digest", "digest_arrays", "digest_blocks"]
-
-Extent = tuple[int, ...]
 
 _WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint32"}
 
@@ -55,8 +57,10 @@ def digest_arrays(arrays: Mapping[str, jax.Array], extents: Mapping[str, Extent]
     return {path: _digest(found[path]) for path in arrays}
 
 
-def digest_blocks(blocks: Iterable[tuple[int, np.ndarray]], extent: Extent) -> Digest:
+def digest_blocks(blocks: Iterable[tuple[int, np.ndarray]], shape: Sequence[int]) -> Digest:
     """The same digest of an array on the host that comes in blocks: (first index along the first dim, entries).
+
+    `shape` is the extent's; the layers of a stack come in their order.
 
     >>> whole = np.arange(6, dtype=np.float32).reshape(2, 3)
     >>> one, padded = [(0, whole)], [(0, whole[:1]), (1, np.pad(whole[1:], ((0, 1), (0, 0))))]
@@ -64,14 +68,14 @@ def digest_blocks(blocks: Iterable[tuple[int, np.ndarray]], extent: Extent) -> D
     True
     """
     sums = np.zeros(4, np.uint32)
-    extent = extent or (1,)
+    extent = Extent(tuple(shape) or (1,))
     with np.errstate(over="ignore"):
         for start, block in blocks:
             block = np.ascontiguousarray(block if block.ndim else block.reshape(1))
             itemsize = block.dtype.itemsize
             words = block.view(_WORDS[itemsize]).astype(np.uint32, copy=False)
-            shape = (*block.shape, 2) if itemsize == 8 else block.shape
-            sums += _sums(np, words.reshape(shape), _extent_of(itemsize, extent), start)
+            dims = (*block.shape, 2) if itemsize == 8 else block.shape
+            sums += _sums(np, words.reshape(dims), _extent_of(itemsize, extent), start)
     return _digest(sums)
 
 
@@ -99,7 +103,7 @@ def _program(shapes: tuple[jax.ShapeDtypeStruct, ...], extents: tuple[Extent, ..
 
 def _sums_of(array: jax.Array, extent: Extent) -> jax.Array:
     if array.ndim == 0:
-        array, extent = array.reshape(1), (1,)
+        array, extent = array.reshape(1), Extent((1,))
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
     itemsize = array.dtype.itemsize
@@ -108,23 +112,29 @@ def _sums_of(array: jax.Array, extent: Extent) -> jax.Array:
 
 
 def _extent_of(itemsize: int, extent: Extent) -> Extent:
-    return (*extent, 2) if itemsize == 8 else extent
+    return replace(extent, shape=(*extent.shape, 2)) if itemsize == 8 else extent
 
 
-def _sums(xp: Any, words: Any, extent: Sequence[int], start: int) -> Any:
+def _sums(xp: Any, words: Any, extent: Extent, start: int) -> Any:
     """Four sums: a and b of the content, a and b of the padding. `start` is the first index along the first dim."""
     place = xp.zeros((1,) * words.ndim, xp.uint32)
-    inside = None
+    inside = has_layer = None
     for dim, size in enumerate(words.shape):
         shape = tuple(size if other == dim else 1 for other in range(words.ndim))
-        index = xp.arange(start if dim == 0 else 0, size + (start if dim == 0 else 0), dtype=xp.uint32).reshape(shape)
-        place = place + index * xp.uint32(_constant(dim))
-        if extent[dim] < size + (start if dim == 0 else 0):
-            within = index < xp.uint32(extent[dim])
+        first = start if dim == 0 else 0
+        index = xp.arange(first, first + size, dtype=xp.uint32).reshape(shape)
+        if dim == 0 and extent.rows:
+            rows = np.asarray(extent.rows).reshape(shape)
+            index, has_layer = xp.asarray(rows.astype(np.uint32)), xp.asarray(rows != EMPTY)
+        elif extent.shape[dim] < first + size:
+            within = index < xp.uint32(extent.shape[dim])
             inside = within if inside is None else inside & within
+        place = place + index * xp.uint32(_constant(dim))
     place = xp.broadcast_to(place, words.shape)
     a = _mixed(xp, words ^ _mixed(xp, place))
     b = _mixed(xp, a + place * xp.uint32(0x9E3779B1))
+    if has_layer is not None:
+        a, b = (xp.where(has_layer, each, xp.uint32(0)) for each in (a, b))
     content = (a, b)
     padding: tuple[Any, ...] = (xp.zeros(1, xp.uint32), xp.zeros(1, xp.uint32))
     if inside is not None:

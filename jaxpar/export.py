@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +70,7 @@ def _sources(notes: Notes, *, average: bool) -> dict[str, str]:
 
 
 def _num_bytes(array: ArrayNotes) -> int:
-    return math.prod(array.extent) * _ITEM_BYTES.get(_FORMATS[array.dtype], 1)
+    return math.prod(array.extent.shape) * _ITEM_BYTES.get(_FORMATS[array.dtype], 1)
 
 
 def _grouped(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
@@ -92,7 +92,7 @@ def _write(path: Path, store: CheckpointStore, notes: Notes, sources: Mapping[st
     for name, source in sources.items():
         array = notes.arrays[source]
         end = offset + _num_bytes(array)
-        header[name] = {"dtype": _FORMATS[array.dtype], "shape": array.extent, "data_offsets": [offset, end]}
+        header[name] = {"dtype": _FORMATS[array.dtype], "shape": array.extent.shape, "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -100,14 +100,6 @@ def _write(path: Path, store: CheckpointStore, notes: Notes, sources: Mapping[st
     with temporary.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for source in sources.values():
-            for block in _unpadded(store.blocks(notes.step, source), notes.arrays[source].extent):
+            for _, block in store.blocks(notes.step, source, notes.arrays[source].extent):
                 file.write(np.ascontiguousarray(block).tobytes())
     temporary.replace(path)
-
-
-def _unpadded(blocks: Iterator[tuple[int, np.ndarray]], extent: Sequence[int]) -> Iterator[np.ndarray]:
-    for start, block in blocks:
-        if block.ndim:
-            block = block[: max(0, extent[0] - start)]
-            block = block[(slice(None), *(slice(size) for size in extent[1:]))]
-        yield block

@@ -5,7 +5,7 @@ What changed in the configuration is named with what it means. What would corrup
 
 import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,12 @@ from jaxpar.checkpoint_store import ASIDE, DamagedCheckpointError, Notes
 from jaxpar.config import Config, changed_keys, dump_toml, parse_config
 from jaxpar.config.credentials import masked
 from jaxpar.config.toml_writer import write_toml
+from jaxpar.extent import Extent
 from jaxpar.optim import Optimizer, learning_rates, make_schedule
 from jaxpar.parallel.agreement import of_the_first
 from jaxpar.parallel.dispatch import one_at_a_time
 from jaxpar.plan import Plan
-from jaxpar.state import TrainState, abstract_state, init_state, unpadded_shapes
+from jaxpar.state import TrainState, abstract_state, init_state, state_extents
 
 __all__ = ["Start", "check_run", "find_start", "stored_config"]
 
@@ -220,28 +221,26 @@ def _schedule_messages(before: Config, config: Config, notes: Notes) -> tuple[st
 
 def _restored(plan: Plan, optimizer: Optimizer, checkpoints: Checkpoints, notes: Notes) -> TrainState:
     abstract = abstract_state(plan, optimizer)
-    extents = unpadded_shapes(plan, abstract)
+    extents = state_extents(plan, abstract)
     state = checkpoints.restore(notes, abstract, extents)
     if notes.padded_vocab_size == plan.padded_vocab_size:
         return state
     return _with_new_padding(plan, optimizer, state, extents)
 
 
-def _with_new_padding(
-    plan: Plan, optimizer: Optimizer, state: TrainState, extents: Mapping[str, tuple[int, ...]]
-) -> TrainState:
+def _with_new_padding(plan: Plan, optimizer: Optimizer, state: TrainState, extents: Mapping[str, Extent]) -> TrainState:
     """The state with a new run's values where the vocabulary is padded; those have no gradient and no logits."""
     restored, new = state.by_path(), init_state(plan, optimizer).by_path()
-    padded = {path: array for path, array in restored.items() if extents[path] != array.shape}
+    padded = {path: array for path, array in restored.items() if any(extents[path].padding(array.shape))}
     return state.with_arrays(
-        restored | {path: _merged(padded[path], new[path], extents[path], plan.mesh) for path in padded}
+        restored | {path: _merged(padded[path], new[path], extents[path].laid_out, plan.mesh) for path in padded}
     )
 
 
-def _merged(restored: jax.Array, new: jax.Array, extent: tuple[int, ...], mesh: Mesh) -> jax.Array:
+def _merged(restored: jax.Array, new: jax.Array, sizes: Sequence[int], mesh: Mesh) -> jax.Array:
     def merge(restored: jax.Array, new: jax.Array) -> jax.Array:
         places = jnp.indices(restored.shape, sparse=True)
-        inside = [place < size for place, size in zip(places, extent, strict=True)]
+        inside = [place < size for place, size in zip(places, sizes, strict=True)]
         within = inside[0]
         for each in inside[1:]:
             within = within & each

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.config.schema import Config
+from jaxpar.extent import Extent
 from jaxpar.optim import AT_ONCE, MapUpdates, Optimizer, make_optimizer, make_schedule, role_axes, state_axes
 from jaxpar.optim.quantization import num_blocks
 from jaxpar.parallel.dispatch import one_at_a_time
@@ -21,7 +22,7 @@ from jaxpar.parallel.offload import (
     update_layers_on_host,
     update_on_host,
 )
-from jaxpar.parallel.rules import LogicalAxes, resolve_where_it_divides
+from jaxpar.parallel.rules import LogicalAxes, is_stacked, resolve_where_it_divides
 from jaxpar.plan import Plan
 from jaxpar.precision import Guard, GuardRules
 
@@ -32,8 +33,8 @@ __all__ = [
     "init_state",
     "local_bytes",
     "optimizer_of",
+    "state_extents",
     "state_shardings",
-    "unpadded_shapes",
 ]
 
 
@@ -129,24 +130,29 @@ def init_state(plan: Plan, optimizer: Optimizer) -> TrainState:
     return one_at_a_time(jax.jit(partial(_make_state, plan, optimizer), out_shardings=shardings), plan.mesh)()
 
 
-def unpadded_shapes(plan: Plan, state: TrainState) -> dict[str, tuple[int, ...]]:
-    """Path → the array's shape, less the vocabulary's padding."""
+def state_extents(plan: Plan, state: TrainState) -> dict[str, Extent]:
+    """Path → what the array is in every layout, and the rows of its layers in the plan's."""
 
-    def shape(keys: tuple, array: Any, axes: LogicalAxes) -> tuple[int, ...]:
+    def extent(keys: tuple, array: Any, axes: LogicalAxes) -> Extent:
         is_scales = jax.tree_util.keystr(keys[-1:], simple=True).endswith("_scales")
-        block_size = getattr(plan.config.optimizer, "block_size", 1) if is_scales else 1
-        padded, size = num_blocks(plan.padded_vocab_size, block_size), num_blocks(plan.vocab_size, block_size)
-        dims = zip(array.shape, axes, strict=True)
-        return tuple(size if axis == "vocab" and dim == padded else dim for dim, axis in dims)
+        shape = list(array.shape)
+        for dim, axis in enumerate(axes):
+            # Of scales there is one for each block along the last dim.
+            block_size = getattr(plan.config.optimizer, "block_size", 1) if is_scales and dim + 1 == array.ndim else 1
+            if axis == "vocab" and shape[dim] == num_blocks(plan.padded_vocab_size, block_size):
+                shape[dim] = num_blocks(plan.vocab_size, block_size)
+        if plan.pipeline is None or not is_stacked(axes):
+            return Extent(tuple(shape))
+        return Extent((plan.pipeline.num_layers, *shape[1:]), plan.pipeline.partition.rows)
 
     axes = {
         "params": plan.as_params(plan.axes),
         "optimizer": state_axes(state.optimizer, plan.abstract_params, plan.axes),
     }
     parts = {name: part for name, part in state.parts().items() if name in axes}
-    shapes = jax.tree_util.tree_map_with_path(lambda *leaf: _Shape(shape(*leaf)), parts, axes)
-    found = {_path(keys): leaf.dims for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
-    return {path: found.get(path, array.shape) for path, array in state.by_path().items()}
+    extents = jax.tree_util.tree_map_with_path(extent, parts, axes)
+    found = {_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(extents)}
+    return {path: found.get(path, Extent(array.shape)) for path, array in state.by_path().items()}
 
 
 def local_bytes(tree: Any, *, on_host: bool) -> int:
@@ -156,13 +162,6 @@ def local_bytes(tree: Any, *, on_host: bool) -> int:
         for leaf in jax.tree.leaves(tree)
         if is_on_host(leaf.sharding) == on_host
     )
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """A leaf, unlike a bare tuple."""
-
-    dims: tuple[int, ...]
 
 
 def _path(keys: tuple) -> str:

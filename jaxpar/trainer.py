@@ -32,7 +32,7 @@ from jaxpar.parallel.feeding import from_own_rows, from_whole, own_rows
 from jaxpar.plan import Plan
 from jaxpar.resume import find_start, stored_config
 from jaxpar.run_directory import write_whole
-from jaxpar.state import TrainState, abstract_state, init_state, unpadded_shapes
+from jaxpar.state import TrainState, abstract_state, init_state, state_extents
 from jaxpar.step import Step
 
 __all__ = ["Trainer", "evaluate"]
@@ -72,7 +72,7 @@ class Trainer:
             saved_before=bool(events.before & {"saved", "restore"}),
             record=events.record,
         )
-        self._extents = unpadded_shapes(plan, abstract_state(plan, step.optimizer))
+        self._extents = state_extents(plan, abstract_state(plan, step.optimizer))
         self._byte_lengths = np.zeros(plan.padded_vocab_size, np.int32)
         self._byte_lengths[: tokenizer.vocab_size] = tokenizer.token_byte_lengths()
         self._config, self._tokenizer_digest = stored_config(config), tokenizer.digest

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import resource
@@ -21,6 +22,7 @@ from orbax.checkpoint import v1 as ocp
 from jaxpar import checkpoint
 from jaxpar.checkpoint import Checkpoints, SaveFailedError, SaveTimeoutError, open_checkpoints
 from jaxpar.checkpoint_store import CheckpointStore, DamagedCheckpointError, Notes, Retention
+from jaxpar.extent import Extent
 from jaxpar.state import TrainState
 
 
@@ -45,8 +47,8 @@ def _abstract(state: TrainState, shardings: TrainState) -> TrainState:
     return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, shardings)
 
 
-def _extents(state: TrainState) -> dict[str, tuple[int, ...]]:
-    return {path: array.shape for path, array in state.by_path().items()}
+def _extents(state: TrainState) -> dict[str, Extent]:
+    return {path: Extent(array.shape) for path, array in state.by_path().items()}
 
 
 def _save(checkpoints: Checkpoints, state: TrainState, step: int, loss: float | None = None) -> None:
@@ -225,6 +227,22 @@ def test_damage_is_found(tmp_path: Path, opened: Opened, damage: Callable[[Path]
     damage(tmp_path / "4")
     with opened() as checkpoints, pytest.raises(DamagedCheckpointError, match=f"^{message}"):
         _restore(checkpoints, 4, shardings, rows=512)
+
+
+@pytest.mark.parametrize("extent", [[8, 64], {"shape": [8, 64]}, {"shape": [8, 64], "rows": [0, 0]}, None], ids=str)
+def test_notes_that_do_not_say_where_layers_lie_are_damaged(tmp_path: Path, opened: Opened, extent: Any) -> None:
+    """As an earlier version wrote them, with a hash that is right."""
+    shardings = _shardings((2, 1))
+    with opened() as checkpoints:
+        _save(checkpoints, _state(shardings, step=4), 4)
+    path = tmp_path / "4" / "_CHECKPOINT_METADATA"
+    metadata = json.loads(path.read_text())
+    notes = metadata["custom_metadata"]["notes"]
+    notes["arrays"]["params/w"]["extent"] = extent
+    digest = hashlib.sha256(json.dumps(notes, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**metadata, "custom_metadata": {"notes": notes, "sha256": digest}}))
+    with opened() as checkpoints, pytest.raises(DamagedCheckpointError, match=r"^it has no notes of jaxpar's \("):
+        _restore(checkpoints, 4, shardings)
 
 
 def test_arrays_that_are_not_those_that_were_saved_are_named(

@@ -48,13 +48,13 @@ from jaxpar.parallel.agreement import agreed
 from jaxpar.plan import make_plan
 from jaxpar.processes import joined, placeless
 from jaxpar.resume import find_start, stored_config
-from jaxpar.state import abstract_state, init_state, optimizer_of, unpadded_shapes
+from jaxpar.state import abstract_state, init_state, optimizer_of, state_extents
 
 original = checkpoint.read_arrays
-def read_arrays(store, step, abstract):
-    if index == 1 and step == 4:
+def read_arrays(store, notes, *others):
+    if index == 1 and notes.step == 4:
         raise DamagedCheckpointError("it cannot be read: the disk of this host alone")
-    return original(store, step, abstract)
+    return original(store, notes, *others)
 checkpoint.read_arrays = read_arrays
 
 place = [f'distributed.coordinator_address="{address}"', f"distributed.num_processes={count}"]
@@ -71,7 +71,7 @@ directory = CheckpointStore(str(pathlib.Path("checkpoints").absolute()))
 with checkpoint.open_checkpoints(directory, Retention(3), timeout_seconds=60, record=record) as opened:
     if count > 1:
         state = init_state(plan, optimizer)
-        extents = unpadded_shapes(plan, abstract_state(plan, optimizer))
+        extents = state_extents(plan, abstract_state(plan, optimizer))
         add = jax.jit(lambda x: x + 2, out_shardings=plan.replicated)
         for step in (2, 4):
             state = dataclasses.replace(state, step=add(state.step))

@@ -13,6 +13,7 @@ import pytest
 from jaxpar import checkpoints as command
 from jaxpar.checkpoint import SaveFailedError, open_checkpoints
 from jaxpar.checkpoint_store import CheckpointStore, DamagedCheckpointError, Notes, Retention
+from jaxpar.extent import Extent
 from jaxpar.remote_store import RemoteStore, open_store
 from jaxpar.state import TrainState
 
@@ -30,14 +31,14 @@ def _save(checkpoints: Any, step: int) -> None:
         next_sequence=4 * step, loss=None, saved_at="", events="", arrays={},
     )  # fmt: skip
     state = _state(step)
-    checkpoints.save(state, notes, {path: array.shape for path, array in state.by_path().items()})
+    checkpoints.save(state, notes, {path: Extent(array.shape) for path, array in state.by_path().items()})
 
 
 def _restore(checkpoints: Any, step: int) -> TrainState:
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
     state = _state(0)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state)
-    extents = {path: array.shape for path, array in state.by_path().items()}
+    extents = {path: Extent(array.shape) for path, array in state.by_path().items()}
     return checkpoints.restore(checkpoints.notes(step), abstract, extents)
 
 

@@ -25,7 +25,7 @@ from jaxpar.checkpoint import open_checkpoints
 from jaxpar.checkpoint_store import CheckpointStore, Retention
 from jaxpar.config import load_config
 from jaxpar.plan import make_plan
-from jaxpar.state import TrainState, abstract_state, unpadded_shapes
+from jaxpar.state import TrainState, abstract_state, state_extents
 from jaxpar.step import Step
 from jaxpar.train import main
 
@@ -152,7 +152,7 @@ def saved_state(directory: Path, step: int) -> TrainState:
     with open_checkpoints(
         CheckpointStore(str(directory / "checkpoints")), Retention(3), timeout_seconds=60
     ) as checkpoints:
-        return checkpoints.restore(checkpoints.notes(step), abstract, unpadded_shapes(plan, abstract))
+        return checkpoints.restore(checkpoints.notes(step), abstract, state_extents(plan, abstract))
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from jaxpar import checkpoints
+from jaxpar.checkpoint import Checkpoints
+from jaxpar.checkpoint_store import CheckpointStore, Notes, Retention
 from jaxpar.config import Config
+from jaxpar.extent import Extent
+from jaxpar.resume import stored_config
 from jaxpar.run_directory import run_directory
+from jaxpar.state import TrainState
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "train": {"num_steps": 8, "batch_size": 4, "ema_decay": 0.5},
@@ -203,6 +209,48 @@ def test_export_writes_the_parameters_alone_without_padding(
     assert not any(258 in array.shape for array in found.values())
     assert "[model]" in (output / "config.toml").read_text()
     assert "is not empty" in command(run, "export", output)[2]
+
+
+def _save_in_rows(directory: Path, step: int, rows: tuple[int, ...], layers: np.ndarray, config: Config) -> None:
+    """A checkpoint of these layers, and of nothing where there is none."""
+    laid_out = np.stack([layers[row] if row >= 0 else np.zeros_like(layers[0]) for row in rows])
+    state = TrainState(step=jnp.int32(step), params={"w": jnp.asarray(laid_out)}, optimizer={})
+    extents = {"step": Extent(()), "params/w": Extent((len(layers), 2, 3), rows)}
+    notes = Notes(
+        step=step, config=stored_config(config), tokenizer="", data="", padded_vocab_size=0, num_updates=step,
+        next_sequence=0, loss=None, saved_at="", events="", arrays={},
+    )  # fmt: skip
+    saving = Checkpoints(CheckpointStore(str(directory)), Retention(9), timeout_seconds=60)
+    saving.save(state, notes, extents)
+    saving.finish()
+
+
+def test_checkpoints_of_several_layouts_are_compared_and_exported_layer_by_layer(
+    config_of: Callable[..., Config], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks of two layers, and with columns that are padding."""
+    monkeypatch.setattr("jaxpar.checkpoint_store._BLOCK_BYTES", 64)
+    layers = np.arange(5 * 2 * 4, dtype=np.float32).reshape(5, 2, 4) + 1
+    changed = layers.copy()
+    changed[3, 1, 2] += 0.5
+    directory = tmp_path / "several"
+    _save_in_rows(directory, 1, (0, 1, 2, 3, 4), layers, config_of())
+    _save_in_rows(directory, 2, (0, 4, -1, 3, 1, 2), layers, config_of())
+    _save_in_rows(directory, 3, (0, 2, 4, 1, 3, -1), changed, config_of())
+    status, out, _ = command(directory, "diff", 1, 2)
+    assert status == 1
+    assert [row[0] for row in _rows(out)] == ["step"]
+    assert "1 arrays are equal, 1 differ" in out
+    rows = {row[0]: row[1:] for row in _rows(command(directory, "diff", 2, 3)[1])}
+    norm = 0.5 / np.linalg.norm(layers[:, :, :3])
+    assert rows["params/w"] == ["0.5", f"{norm:.3g}"]
+    for step in (1, 2, 3):
+        output = tmp_path / f"export {step}"
+        assert command(directory, "export", output, "--step", step)[0] == 0
+        found = load_file(output / "model.safetensors")["w"]
+        np.testing.assert_array_equal(found, (changed if step == 3 else layers)[:, :, :3])
+    status, out, _ = command(directory, "verify")
+    assert (status, out.count("as it was saved")) == (0, 3)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -98,30 +97,3 @@ def test_a_run_goes_there_and_back(
     assert not [event for event in run.events if event["event"] in ("damaged checkpoint", "fallback")]
     for found, expected in zip(run.lines, stayed.lines, strict=True):
         assert found == pytest.approx(expected, rel=2e-5), f"step {expected['step']}"
-
-
-def test_a_process_reads_what_its_devices_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an array that is split over 8 devices, of which 2 are this process's, a quarter is read, in two parts."""
-    import jaxpar.restore as restore
-
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
-    leaf = jax.ShapeDtypeStruct((64, 4), np.float32, sharding=sharding)
-    read = []
-
-    class Stored:
-        shape = (64, 4)
-
-        def __getitem__(self, place: tuple[slice, ...]) -> "Stored":
-            read.append([(part.start, part.stop) for part in place])
-            return self
-
-        def read(self) -> None:
-            return None
-
-    own = {device: sharding.devices_indices_map(leaf.shape)[device] for device in jax.devices()[2:4]}
-    monkeypatch.setattr(
-        jax.sharding.NamedSharding, "addressable_devices_indices_map", lambda self, shape: own, raising=True
-    )
-    restore._requested(Stored(), leaf)  # type: ignore[arg-type]
-    assert read == [[(16, 24), (0, 4)], [(24, 32), (0, 4)]]
