@@ -31,6 +31,7 @@ _LAYOUT = "the same mathematics, rounded otherwise"
 _RECORDED = "not what is trained"
 _MAY_CHANGE: dict[str, str] = {
     "parallel": _LAYOUT,
+    "pipeline": _LAYOUT,
     "offload": _LAYOUT,
     "kernels": _LAYOUT,
     "remat": _LAYOUT,

@@ -90,7 +90,7 @@ class Ran:
 def _compiled(toml: str) -> tuple[Plan, Step]:
     config = parse_config(tomllib.loads(toml))
     parallel = config.parallel
-    num_devices = max(parallel.data, 1) * parallel.fsdp * parallel.tensor
+    num_devices = max(parallel.data, 1) * parallel.pipe * parallel.fsdp * parallel.tensor
     plan = make_plan(config, jax.devices()[:num_devices], 257)
     return plan, Step(plan)
 

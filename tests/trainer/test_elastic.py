@@ -6,8 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from jaxpar import checkpoints
+from jaxpar.checkpoint_store import CheckpointStore
 from jaxpar.config import Config
+from jaxpar.export import export_parameters
 
 TRAIN = {"num_steps": 9, "batch_size": 4, "ema_decay": 0.5, "on_nonfinite": "skip"}
 # Each stage's layout, and the padding of a vocabulary of 257 that follows from `tensor`.
@@ -97,3 +101,62 @@ def test_a_run_goes_there_and_back(
     assert not [event for event in run.events if event["event"] in ("damaged checkpoint", "fallback")]
     for found, expected in zip(run.lines, stayed.lines, strict=True):
         assert found == pytest.approx(expected, rel=2e-5), f"step {expected['step']}"
+
+
+LAYERS = {"vocab_multiple": 1, "num_layers": 4}
+# Stages of the same four layers, none of which has them where the one before had them.
+STAGES: dict[str, dict[str, dict[str, Any]]] = {
+    "2 ranks of 2 chunks": {
+        "parallel": {"fsdp": 1, "pipe": 2},
+        "pipeline": {"schedule": "interleaved_aligned", "chunks": 2, "microbatches": 2},
+    },
+    "2 uneven stages, padded": {
+        "parallel": {"fsdp": 1, "pipe": 2, "tensor": 2},
+        "pipeline": {"schedule": "1f1b_aligned", "layers_per_stage": [1, 3], "microbatches": 2},
+    },
+}
+
+
+def _exported(directory: Path, step: int, output: Path, *, average: bool) -> dict[str, np.ndarray]:
+    store = CheckpointStore(str(directory / "checkpoints"))
+    (path,) = export_parameters(store, store.notes(step), output, average=average, file_bytes=1 << 30)
+    return load_file(path)
+
+
+def test_layers_move_between_stages(
+    config_of: Callable[..., Config], tmp_path: Path, run_of: Callable[..., Any]
+) -> None:
+    """A run without a pipeline, with two of them, and without again, has the weights and moments of each layer that
+    the run without one has; so have its checkpoints when they are exported."""
+    rest: dict[str, dict[str, Any]] = {
+        "model": LAYERS,
+        "checkpoint": {"every_steps": 2, "keep": 9},
+        "evaluation": {"every_steps": 0, "batch_size": 4},
+    }
+    straight = run_of(_config(config_of, tmp_path / "stayed", BEFORE, rest))
+    moves = ({}, *STAGES.values(), {})
+    for layout, kill_after in zip(moves, (3, 5, 7, 0), strict=True):
+        moved = run_of(_config(config_of, tmp_path / "moved", BEFORE, layout, rest), kill_after=kill_after)
+    assert [event["step"] for event in moved.events if event["event"] == "restore"] == [2, 4, 6]
+    assert not [event for event in moved.events if event["event"] in ("damaged checkpoint", "fallback")]
+    for found, expected in zip(moved.lines, straight.lines, strict=True):
+        assert found == pytest.approx(expected, rel=2e-5), f"step {expected['step']}"
+    arrays = moved.state.by_path()
+    for path, expected in straight.state.by_path().items():
+        np.testing.assert_allclose(arrays[path], expected, rtol=2e-3, atol=2e-6, err_msg=path)
+        if "blocks" in path:
+            assert len({layer.tobytes() for layer in np.asarray(expected)}) == 4, f"{path}: layers differ"
+
+    rows = [
+        CheckpointStore(str(tmp_path / "moved/checkpoints")).notes(step).arrays["params/blocks/mlp/up"].extent.rows
+        for step in (2, 4, 6)
+    ]
+    assert rows == [(), (0, 2, 1, 3), (0, -1, -1, 1, 2, 3)]
+    for step, average in ((4, False), (6, True)):
+        found, expected = (
+            _exported(tmp_path / run, step, tmp_path / f"{run}-{step}", average=average) for run in ("moved", "stayed")
+        )
+        assert found.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_allclose(found[name], array, rtol=2e-3, atol=2e-6, err_msg=f"{name} at step {step}")
+    assert checkpoints.main([str(tmp_path / "moved"), "verify"]) == 0

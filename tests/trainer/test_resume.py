@@ -41,6 +41,19 @@ def test_a_run_goes_on_with_another_layout_length_and_log(config_of: Callable[..
     )
 
 
+def test_a_run_goes_on_through_other_stages(config_of: Callable[..., Config]) -> None:
+    old = config_of(schedule=CONSTANT)
+    changed = config_of(
+        schedule=CONSTANT,
+        parallel={"fsdp": 1, "pipe": 2},
+        pipeline={"schedule": "interleaved_aligned", "chunks": 2},
+    )
+    assert _messages(old, changed)[1:] == (
+        "changed: parallel.pipe 1 → 2, parallel.fsdp 2 → 1, pipeline.schedule 'auto' → 'interleaved_aligned', "
+        "pipeline.chunks 0 → 2 (the same mathematics, rounded otherwise)",
+    )
+
+
 def test_a_run_of_another_length_whose_past_would_have_been_another_is_told(config_of: Callable[..., Config]) -> None:
     """Linear from 0.01 at step 2 to 0: the fifth update of 9 is made at 5/7 of the peak, of 16 at 12/14."""
     longer = {"num_steps": 16, "batch_size": 4}
