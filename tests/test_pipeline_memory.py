@@ -1,6 +1,7 @@
 """What the compiled pipeline keeps, and who computes what: read from the compiled program."""
 
 from functools import cache
+from typing import Any
 
 import jax
 import pytest
@@ -8,8 +9,11 @@ import pytest
 from jaxpar.config import Config
 from jaxpar.inspect import compile_step
 from jaxpar.models import TransformerConfig
+from jaxpar.parallel.pipeline.backward import CutVjp
 from jaxpar.parallel.program import executions
 from jaxpar.plan import Plan, make_plan
+from jaxpar.state import abstract_state
+from jaxpar.step import Step, abstract_batch
 
 VOCAB_SIZE = 1016
 """A number that no other dim has."""
@@ -57,6 +61,27 @@ def test_where_more_is_in_flight_memory_grows_by_as_many_residuals() -> None:
     growth = temporary_bytes("gpipe", 14, "full") - temporary_bytes("gpipe", 7, "full")
     # What the stage received waits once to be used and once to be used again.
     assert growth == pytest.approx(7 * (2 * layer_input + rotary_angles), rel=0.02)
+
+
+def test_weights_are_not_kept_for_each_microbatch_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward task gets them again: what it keeps are activations."""
+    kept: list[tuple[int, ...]] = []
+    original = CutVjp.forward
+
+    def forward(self: CutVjp, params: Any, x: Any, context: Any) -> Any:
+        outputs, residuals = original(self, params, x, context)
+        kept.extend(residual.shape for residual in residuals)
+        return outputs, residuals
+
+    monkeypatch.setattr(CutVjp, "forward", forward)
+    plan = make_plan(compiled("1f1b", 12)[0].config, jax.devices()[:4], VOCAB_SIZE)
+    step = Step(plan)
+    with plan.execution.active():
+        step.train.lower(abstract_state(plan, step.optimizer), abstract_batch(plan))
+    weights = {(1, *p.shape[1:]) for p in plan.parameters if p.axes[0] == "layers" and len(p.shape) > 2}
+    assert len(weights) > 2
+    assert kept
+    assert not weights & set(kept)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b_aligned"])

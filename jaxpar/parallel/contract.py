@@ -74,14 +74,17 @@ def _contract(of: _Contraction, x: jax.Array, kernels: tuple[jax.Array, ...]) ->
 
 def _forward(of: _Contraction, x: jax.Array, kernels: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple]:
     operand, (values, scale) = read(x, FORWARD), read_together(kernels, FORWARD)
-    weights = [constrain_stored(weight, names) for weight, names in zip(values, of.axes, strict=True)], scale
-    return _product(of.equation, operand, _usable(weights, of), x.dtype), (operand, weights, kernels)
+    weights = _stored(values, of), scale
+    # Weights that nothing was done to are kept as they are: whoever keeps residuals can see that it has them already.
+    kept = weights if scale is not None else (kernels, None)
+    return _product(of.equation, operand, _usable(weights, of), x.dtype), (operand, kept, kernels)
 
 
 def _backward(of: _Contraction, residuals: tuple, dy: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     # The weights as they were read: rounded again, a recomputed layer would gather them twice, because the compiler
     # does not see that two maxima over devices, and so the values behind them, are the same.
-    x, weights, kernels = residuals
+    x, (values, scale), kernels = residuals
+    weights = (values if scale is not None else _stored(values, of)), scale
     terms, result = of.equation.split("->")
     x_term, kernel_term = terms.split(",")
     gradient = read(dy, GRADIENT)
@@ -100,6 +103,10 @@ def _backward(of: _Contraction, residuals: tuple, dy: jax.Array) -> tuple[jax.Ar
 
 
 _contract.defvjp(_forward, _backward)
+
+
+def _stored(kernels: Sequence[jax.Array], of: _Contraction) -> list[jax.Array]:
+    return [constrain_stored(kernel, names) for kernel, names in zip(kernels, of.axes, strict=True)]
 
 
 def _usable(weights: tuple[list[jax.Array], jax.Array | None], of: _Contraction) -> Operand:
