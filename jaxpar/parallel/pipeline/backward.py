@@ -25,6 +25,9 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "rem
 class CutVjp:
     """Forward and backward pass of `function`, to be traced in this order.
 
+    Residuals that do not depend on x (weights, slices of them, masks, angles) are not kept: the backward pass makes
+    them again of parameters and context.
+
     >>> import jax.numpy as jnp
     >>> cut = CutVjp(lambda w, x, context: jnp.sin(w * x))
     >>> y, residuals = cut.forward(2.0, 3.0, None)
@@ -38,46 +41,37 @@ class CutVjp:
 
     def forward(self, params: Any, x: Any, context: Any) -> tuple[Any, list[jax.Array]]:
         """The outputs, and the residuals that `backward` needs beside parameters and context."""
-        outputs, pullback = jax.vjp(lambda params, x: self._function(params, x, context), params, x)
-        leaves, self._tree = jax.tree.flatten(pullback)
-        given = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((params, context)))}
-        self._places = [given.get(id(leaf)) for leaf in leaves]
-        self._key_kinds = [_key_kind(leaf) for leaf in leaves]
-        kept = zip(leaves, self._places, strict=True)
-        return outputs, [_without_kind(leaf) for leaf, place in kept if place is None]
+        given, given_tree = jax.tree.flatten((params, context))
+        inputs, x_tree = jax.tree.flatten(x)
+
+        def traced(*leaves: Any) -> tuple[Any, list[jax.Array]]:
+            params, context = jax.tree.unflatten(given_tree, leaves[: len(given)])
+            x = jax.tree.unflatten(x_tree, leaves[len(given) :])
+            outputs, pullback = jax.vjp(lambda params, x: self._function(params, x, context), params, x)
+            residuals, self._tree = jax.tree.flatten(pullback)
+            return outputs, residuals
+
+        closed, (shapes, _) = jax.make_jaxpr(traced, return_shape=True)(*given, *inputs)
+        closed = _inlined(closed)
+        jaxpr, self._consts = closed.jaxpr, closed.consts
+        outputs, outputs_tree = jax.tree.flatten(shapes)
+        results, residuals = jaxpr.outvars[: len(outputs)], jaxpr.outvars[len(outputs) :]
+        moving = _dependants(jaxpr, jaxpr.invars[len(given) :])
+        self._is_kept = [not isinstance(atom, core.Literal) and atom in moving for atom in residuals]
+        kept = [atom for atom, is_kept in zip(residuals, self._is_kept, strict=True) if is_kept]
+        again = [atom for atom, is_kept in zip(residuals, self._is_kept, strict=True) if not is_kept]
+        arguments = [*jaxpr.constvars, *jaxpr.invars]
+        self._again = _part(jaxpr, _ancestors(jaxpr.eqns, again)[1], arguments[: -len(inputs)], again)
+        program = _part(jaxpr, _ancestors(jaxpr.eqns, [*results, *kept])[1], arguments, [*results, *kept])
+        values = _run(program, [*self._consts, *given, *inputs])
+        return jax.tree.unflatten(outputs_tree, values[: len(outputs)]), values[len(outputs) :]
 
     def backward(self, params: Any, context: Any, residuals: Sequence[jax.Array], cotangents: Any) -> tuple[Any, Any]:
         """The gradients of the parameters and of x."""
-        given, kept = jax.tree.leaves((params, context)), iter(residuals)
-        leaves = [
-            _with_kind(next(kept), kind) if place is None else given[place]
-            for place, kind in zip(self._places, self._key_kinds, strict=True)
-        ]
+        again = iter(_run(self._again, [*self._consts, *jax.tree.leaves((params, context))]))
+        kept = iter(residuals)
+        leaves = [next(kept) if is_kept else next(again) for is_kept in self._is_kept]
         return jax.tree.unflatten(self._tree, leaves)(cotangents)
-
-
-def reads(function: Callable, tree: Any, *others: Any) -> list[bool]:
-    """Of each leaf of `tree` whether `function(tree, *others)` depends on it; nothing is computed."""
-    leaves, structure = jax.tree.flatten(tree)
-    traced = jax.make_jaxpr(lambda leaves, *others: function(jax.tree.unflatten(structure, leaves), *others))(
-        leaves, *others
-    )
-    found = {id(atom) for equation in traced.jaxpr.eqns for atom in equation.invars}
-    found |= {id(atom) for atom in traced.jaxpr.outvars}
-    return [id(variable) in found for variable in traced.jaxpr.invars[: len(leaves)]]
-
-
-def _key_kind(leaf: jax.Array) -> Any:
-    """How random keys are made, for an array of them: buffers hold their plain data."""
-    return jax.random.key_impl(leaf) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else None
-
-
-def _without_kind(leaf: jax.Array) -> jax.Array:
-    return leaf if _key_kind(leaf) is None else jax.random.key_data(leaf)
-
-
-def _with_kind(data: jax.Array, kind: Any) -> jax.Array:
-    return data if kind is None else jax.random.wrap_key_data(data, impl=kind)
 
 
 class SplitBackward:
@@ -112,6 +106,17 @@ class SplitBackward:
 
     def _traced(self, tree: Any, leaves: Sequence[Any]) -> tuple[Any, Any]:
         return self._backward(*jax.tree.unflatten(tree, leaves))
+
+
+def reads(function: Callable, tree: Any, *others: Any) -> list[bool]:
+    """Of each leaf of `tree` whether `function(tree, *others)` depends on it; nothing is computed."""
+    leaves, structure = jax.tree.flatten(tree)
+    traced = jax.make_jaxpr(lambda leaves, *others: function(jax.tree.unflatten(structure, leaves), *others))(
+        leaves, *others
+    )
+    found = {id(atom) for equation in traced.jaxpr.eqns for atom in equation.invars}
+    found |= {id(atom) for atom in traced.jaxpr.outvars}
+    return [id(variable) in found for variable in traced.jaxpr.invars[: len(leaves)]]
 
 
 def _inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -151,17 +156,30 @@ def _cut(jaxpr: core.Jaxpr, num_given: int, num_params: int) -> tuple[core.Jaxpr
     needed, second = _ancestors(rest, jaxpr.outvars[:num_params])
     made = {variable for equation in second for variable in equation.outvars}
     given = [*jaxpr.constvars, *jaxpr.invars[:num_given]]
+    moving = _dependants(jaxpr, jaxpr.invars[num_given:])
     # In the order of the program, so that tracing it twice gives the same.
     candidates = [*jaxpr.invars, *(variable for equation in first for variable in equation.outvars)]
-    crossing = [variable for variable in candidates if variable in needed - made - set(given)]
+    between = [variable for variable in candidates if variable in needed - made - set(given)]
+    crossing = [variable for variable in between if variable in moving]
+    # What follows from the given alone is made again instead of kept.
+    again = _ancestors(first, [variable for variable in between if variable not in moving])[1]
     later = [*jaxpr.outvars[num_params:], *crossing]
     inputs = _part(jaxpr, first, [*jaxpr.constvars, *jaxpr.invars], later)
-    weights = _part(jaxpr, second, [*given, *crossing], jaxpr.outvars[:num_params])
+    weights = _part(jaxpr, [*again, *second], [*given, *crossing], jaxpr.outvars[:num_params])
     return inputs, weights
 
 
 def _run(jaxpr: core.Jaxpr, arguments: Sequence[Any]) -> list[Any]:
     return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*arguments)
+
+
+def _dependants(jaxpr: core.Jaxpr, inputs: Sequence[Any]) -> set[Any]:
+    """The inputs, and what is computed of them."""
+    found = set(inputs)
+    for equation in jaxpr.eqns:
+        if any(not isinstance(atom, core.Literal) and atom in found for atom in equation.invars):
+            found |= set(equation.outvars)
+    return found
 
 
 def _ancestors(equations: Sequence[Any], results: Sequence[Any]) -> tuple[set[Any], list[Any]]:
