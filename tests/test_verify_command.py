@@ -104,6 +104,13 @@ def test_a_small_copy_of_every_family_agrees(
     assert f"agree: data={4 // tensor}, fsdp=2" in out
 
 
+def test_a_small_copy_of_a_pipeline_agrees(verify: Callable[..., int], capsys: pytest.CaptureFixture) -> None:
+    """Of the run's schedule, whatever the number of microbatches; its stages are uneven."""
+    overrides = ["parallel.pipe=2", "parallel.tensor=1", "parallel.data=-1", "pipeline.schedule=zb_v"]
+    assert verify("--scaled-down", *overrides, "model.num_layers=8") == 0
+    assert "agree: pipe=2, data=2, fsdp=2" in capsys.readouterr().out
+
+
 REDUCTION = ("precision.reduction=bfloat16", "parallel.zero_stage=1", "train.microbatches=2")
 
 
@@ -169,7 +176,7 @@ def test_a_model_without_a_small_copy_is_told_so(
     (tmp_path / "bare_model.py").write_text(_BARE)
     monkeypatch.syspath_prepend(tmp_path)
     assert verify("--scaled-down", "model={name='bare_model:Bare'}") == 2
-    message = "--scaled-down: Bare has no method scaled_down(tensor=..., fsdp=...)\n"
+    message = "--scaled-down: Bare has no method scaled_down(tensor=..., fsdp=..., stages=...)\n"
     assert capsys.readouterr().err == message
 
 

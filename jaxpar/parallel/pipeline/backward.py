@@ -52,18 +52,17 @@ class CutVjp:
             return outputs, residuals
 
         closed, (shapes, _) = jax.make_jaxpr(traced, return_shape=True)(*given, *inputs)
-        closed = _inlined(closed)
-        jaxpr, self._consts = closed.jaxpr, closed.consts
+        jaxpr, self._consts, traced_consts = _opened(_inlined(closed))
+        num_given = len(self._consts) + len(given)
         outputs, outputs_tree = jax.tree.flatten(shapes)
         results, residuals = jaxpr.outvars[: len(outputs)], jaxpr.outvars[len(outputs) :]
-        moving = _dependants(jaxpr, jaxpr.invars[len(given) :])
+        moving = _dependants(jaxpr, jaxpr.invars[num_given:])
         self._is_kept = [not isinstance(atom, core.Literal) and atom in moving for atom in residuals]
         kept = [atom for atom, is_kept in zip(residuals, self._is_kept, strict=True) if is_kept]
         again = [atom for atom, is_kept in zip(residuals, self._is_kept, strict=True) if not is_kept]
-        arguments = [*jaxpr.constvars, *jaxpr.invars]
-        self._again = _part(jaxpr, _ancestors(jaxpr.eqns, again)[1], arguments[: -len(inputs)], again)
-        program = _part(jaxpr, _ancestors(jaxpr.eqns, [*results, *kept])[1], arguments, [*results, *kept])
-        values = _run(program, [*self._consts, *given, *inputs])
+        self._again = _part(jaxpr, _ancestors(jaxpr.eqns, again)[1], jaxpr.invars[:num_given], again)
+        program = _part(jaxpr, _ancestors(jaxpr.eqns, [*results, *kept])[1], jaxpr.invars, [*results, *kept])
+        values = _run(program, [*self._consts, *given, *inputs, *traced_consts])
         return jax.tree.unflatten(outputs_tree, values[: len(outputs)]), values[len(outputs) :]
 
     def backward(self, params: Any, context: Any, residuals: Sequence[jax.Array], cotangents: Any) -> tuple[Any, Any]:
@@ -92,11 +91,11 @@ class SplitBackward:
         flat, tree = jax.tree.flatten((params, context, list(residuals), cotangents))
         closed, shapes = jax.make_jaxpr(lambda *leaves: self._traced(tree, leaves), return_shape=True)(*flat)
         self._params_tree, x_tree = (jax.tree.structure(part) for part in shapes)
-        closed = _inlined(closed)
         num_params, num_x = (len(jax.tree.leaves(part)) for part in shapes)
-        first, self._second = _cut(closed.jaxpr, len(jax.tree.leaves((params, context))), num_params)
-        self._consts = closed.consts
-        results = _run(first, [*self._consts, *flat])
+        jaxpr, self._consts, traced_consts = _opened(_inlined(closed))
+        num_given = len(self._consts) + len(jax.tree.leaves((params, context)))
+        first, self._second = _cut(jaxpr, num_given, num_params)
+        results = _run(first, [*self._consts, *flat, *traced_consts])
         return jax.tree.unflatten(x_tree, results[:num_x]), results[num_x:]
 
     def weights(self, params: Any, context: Any, crossing: Sequence[jax.Array]) -> Any:
@@ -128,6 +127,17 @@ def _inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     return jax.make_jaxpr(flat)(*closed.in_avals)
 
 
+def _opened(closed: core.ClosedJaxpr) -> tuple[core.Jaxpr, list[Any], list[Any]]:
+    """The program with what it closes over as arguments: constants first, and last values that are being traced, which
+    the backward pass, traced in another branch, must not close over. Returns both kinds."""
+    pairs = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    fixed = [pair for pair in pairs if not isinstance(pair[1], jax.core.Tracer)]
+    traced = [pair for pair in pairs if isinstance(pair[1], jax.core.Tracer)]
+    arguments = [*(variable for variable, _ in fixed), *closed.jaxpr.invars, *(variable for variable, _ in traced)]
+    opened = _part(closed.jaxpr, closed.jaxpr.eqns, arguments, closed.jaxpr.outvars)
+    return opened, [value for _, value in fixed], [value for _, value in traced]
+
+
 def _evaluated(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
 
@@ -148,14 +158,14 @@ def _evaluated(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any
 
 
 def _cut(jaxpr: core.Jaxpr, num_given: int, num_params: int) -> tuple[core.Jaxpr, core.Jaxpr]:
-    """(constants, all arguments) → (later results, crossing values), and (constants, the first `num_given` arguments,
-    crossing values) → (the first `num_params` results)."""
+    """(all arguments) → (later results, crossing values), and (the first `num_given` arguments, crossing values) → (the
+    first `num_params` results)."""
     _, first = _ancestors(jaxpr.eqns, jaxpr.outvars[num_params:])
     done = {id(equation) for equation in first}
     rest = [equation for equation in jaxpr.eqns if id(equation) not in done]
     needed, second = _ancestors(rest, jaxpr.outvars[:num_params])
     made = {variable for equation in second for variable in equation.outvars}
-    given = [*jaxpr.constvars, *jaxpr.invars[:num_given]]
+    given = jaxpr.invars[:num_given]
     moving = _dependants(jaxpr, jaxpr.invars[num_given:])
     # In the order of the program, so that tracing it twice gives the same.
     candidates = [*jaxpr.invars, *(variable for equation in first for variable in equation.outvars)]
@@ -164,7 +174,7 @@ def _cut(jaxpr: core.Jaxpr, num_given: int, num_params: int) -> tuple[core.Jaxpr
     # What follows from the given alone is made again instead of kept.
     again = _ancestors(first, [variable for variable in between if variable not in moving])[1]
     later = [*jaxpr.outvars[num_params:], *crossing]
-    inputs = _part(jaxpr, first, [*jaxpr.constvars, *jaxpr.invars], later)
+    inputs = _part(jaxpr, first, jaxpr.invars, later)
     weights = _part(jaxpr, [*again, *second], [*given, *crossing], jaxpr.outvars[:num_params])
     return inputs, weights
 
