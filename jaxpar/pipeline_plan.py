@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -14,8 +14,9 @@ from flax import nnx
 
 from jaxpar.config.schema import Config
 from jaxpar.parallel.constrain import Execution, recorded_calls
+from jaxpar.parallel.layers import layers_left_out
 from jaxpar.parallel.mesh import BATCH_AXES
-from jaxpar.parallel.pipeline.backward import reads
+from jaxpar.parallel.pipeline.backward import passes_through, reads
 from jaxpar.parallel.pipeline.catalogue import SCHEDULES, build_schedule, forward_schedule
 from jaxpar.parallel.pipeline.choice import Choice, Measured, choose_schedule, measure
 from jaxpar.parallel.pipeline.makespan import Costs
@@ -25,10 +26,11 @@ from jaxpar.parallel.pipeline.schedule import PipelineSchedule
 from jaxpar.parallel.pipeline.table_file import read_table
 from jaxpar.parallel.rules import LogicalAxes, is_stacked
 
-__all__ = ["PipelinePlan", "check_parts", "check_schedule_name", "plan_pipeline", "work_of_ends"]
+__all__ = ["PipelinePlan", "check_parts", "check_schedule_name", "is_path", "plan_pipeline", "work_of_ends"]
 
 _MICROBATCHES_PER_STAGE = 4
 _MOST_CHUNKS = 4
+_NOTHING_TO_OVERLAP = ("naive", "gpipe")
 _COSTS = ("forward", "input's gradient", "weights' gradients")
 _RECOMPUTED = {"none": 0.0, "dots": 0.2, "full": 1.0}
 """What a backward pass computes again, in forward passes: all, or what lies between matrix products."""
@@ -91,7 +93,7 @@ def plan_pipeline(config: Config, sizes: Mapping[str, int], num_layers: int, per
 def check_schedule_name(config: Config) -> None:
     """Raises ValueError for a schedule that no number of ranks has, also where there is one rank."""
     name = config.pipeline.schedule
-    if name != "auto" and name not in SCHEDULES and not _is_path(name):
+    if name != "auto" and name not in SCHEDULES and not is_path(name):
         build_schedule(name, 1, 1)
 
 
@@ -138,6 +140,8 @@ def check_parts(
         raise ValueError(
             f"{pipe}: the method layers of {name} must run its stacked blocks by jaxpar.parallel.layers.scan_layers"
         )
+    with replace(execution, attention="reference").active():
+        _check_layers_alone(f"{pipe}: the method layers of {name}", layers, abstract_params, axes, x, inputs)
     for part, flags in read.items():
         for path, is_read in zip(_by_path(abstract_params), flags, strict=True):
             if is_read and is_stacked(axes[path]) != (part == "layers"):
@@ -146,6 +150,33 @@ def check_parts(
                     f"{pipe}: the method {part} of {name} reads {path}, but it may read {where}, since the others are "
                     "not where it runs"
                 )
+
+
+def _check_layers_alone(
+    what: str, layers: Callable, abstract_params: Any, axes: Mapping[str, LogicalAxes], x: Any, inputs: Any
+) -> None:
+    """Each stage runs all of `layers`: beside its layers there may be nothing that changes what passes through."""
+    calls: list[tuple[int, Any]] = []
+
+    def without_layers(params: Any, x: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
+        calls.clear()
+        with layers_left_out(lambda num_layers, extras: calls.append((num_layers, extras))):
+            result = layers(params, x, inputs)
+        return result, [extras for _, extras in calls]
+
+    is_x, extras_read_x = passes_through(without_layers, abstract_params, x, inputs)
+    depths = {_by_path(abstract_params)[path].shape[0] for path in axes if is_stacked(axes[path])}
+    if len(calls) != 1 or depths != {calls[0][0]}:
+        raise ValueError(
+            f"{what} must call scan_layers once, with all stacked blocks; it calls it {len(calls)} times, for "
+            f"{' and '.join(str(number) for number, _ in calls)} layers, and there are stacks of "
+            f"{', '.join(map(str, sorted(depths)))}"
+        )
+    if not is_x or extras_read_x:
+        where = "give what scan_layers returns" if not is_x else "give scan_layers extras that do not depend on x"
+        raise ValueError(
+            f"{what} runs on every stage, so that it must {where}; what else it does belongs to embed or head"
+        )
 
 
 def _by_path(params: Any) -> dict[str, Any]:
@@ -237,7 +268,7 @@ def _schedule(
     keys, pipe = config.pipeline, sizes["pipe"]
     hop, bound = (2 if keys.overlap else 1), keys.max_in_flight or None
     costs = _costs(config, pipe, num_layers, period, work)
-    if _is_path(keys.schedule):
+    if is_path(keys.schedule):
         found, why = measure(_own_table(config, sizes), costs), f"from {keys.schedule}"
     elif keys.schedule == "auto":
         # Layers that are given say how many stages there are.
@@ -247,6 +278,11 @@ def _schedule(
         choice = choose_schedule(pipe, _num_microbatches(config, sizes), allowed, costs, max_in_flight=bound, hop=hop)
         found, why = measure(choice.schedule, costs), _reason(choice)
     else:
+        if keys.overlap and keys.schedule in _NOTHING_TO_OVERLAP:
+            raise ValueError(
+                f"pipeline.overlap=true sends while the next tick computes, which with pipeline.schedule="
+                f'"{keys.schedule}" waits for what is sent; set pipeline.overlap=false, or another schedule'
+            )
         chunks = keys.chunks or (SCHEDULES[keys.schedule].legal_chunks[0] if keys.schedule in SCHEDULES else 1)
         _check_num_stages(config, pipe, chunks, num_layers, period)
         schedule = build_schedule(keys.schedule, pipe, _num_microbatches(config, sizes), chunks, hop=hop)
@@ -261,7 +297,8 @@ def _schedule(
     return found, why
 
 
-def _is_path(schedule: str) -> bool:
+def is_path(schedule: str) -> bool:
+    """Whether `pipeline.schedule` names a file."""
     return "." in schedule or "/" in schedule
 
 
@@ -342,6 +379,11 @@ def _notes(config: Config, sizes: Mapping[str, int], found: Measured, why: str, 
         f"pipeline: predicted time {found.slowdown:.2f} × the work of the busiest rank; a rank has room for "
         f"{found.held:g} microbatches' activations",
     ]
+    if geometry.split and config.remat.policy != "none":
+        notes.append(
+            f"pipeline: {schedule.name} keeps what is within layers until their weights' gradients are computed, which "
+            f"remat.policy={config.remat.policy!r} does not shrink"
+        )
     if config.parallel.zero_stage == 3 and sizes["fsdp"] > 1:
         times = 2 * geometry.num_microbatches * config.train.microbatches
         notes.append(

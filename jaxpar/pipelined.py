@@ -58,15 +58,23 @@ def pipelined_loss(plan: Plan, settings: LossSettings) -> Callable:
 
 
 def pipelined_logits(plan: Plan) -> Callable:
-    """`(params, inputs, place) -> logits [B, vocabulary]` of the token after `place` in each sequence, float32."""
+    """`(params, inputs, place) -> logits [B, vocabulary]` of the token after `place` in each sequence, float32.
+
+    The head runs after the pipeline, on every rank: to cut logits out of arrays that are split over devices may take a
+    collective-permute, which must not stand in one rank's branch.
+    """
+
+    def last(model: Any, x: jax.Array, item: Item) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return jnp.zeros(()), {"x": x.astype(jnp.float32)}
+
+    functions = _functions(plan, last)
 
     def logits(params: Params, inputs: Mapping[str, Any], place: jax.Array) -> jax.Array:
-        def head(model: Any, x: jax.Array, item: Item) -> tuple[jax.Array, dict[str, jax.Array]]:
-            return jnp.zeros(()), {"logits": last_logits(model.head(x), place)}
-
         rows = dict(inputs) | {"segment_ids": jnp.zeros_like(inputs["tokens"])}
-        found = _forward(plan, _functions(plan, head), params, {"batch": rows, "keys": None}, num_microbatches=1)
-        return found["logits"]
+        x = _forward(plan, functions, params, {"batch": rows, "keys": None}, num_microbatches=1)["x"]
+        _, shared = _parted(plan, params)
+        model = nnx.merge(plan.structure, plan.as_params(dict.fromkeys(plan.axes) | shared))
+        return last_logits(model.head(x.astype(plan.config.precision.compute)), place)
 
     return logits
 

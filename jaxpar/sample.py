@@ -15,6 +15,7 @@ from jaxpar.parallel.feeding import from_whole
 from jaxpar.parallel.mesh import BATCH_AXES
 from jaxpar.pipelined import last_logits, pipelined_logits
 from jaxpar.plan import Plan
+from jaxpar.step import examination
 
 __all__ = ["continue_tokens"]
 
@@ -69,7 +70,7 @@ def _next_token_program(plan: Plan, temperature: float, vocab_size: int) -> Call
         in_shardings=(None, plan.batch_sharding, plan.replicated, plan.replicated),
         out_shardings=plan.replicated,
     )
-    return one_at_a_time(program, plan.mesh)
+    return one_at_a_time(program, plan.mesh, examination(plan))
 
 
 def _next_token(

@@ -14,7 +14,6 @@ Each wrapper takes a function and returns one, and is the identity when off. The
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -33,7 +32,7 @@ from jaxpar.plan import Plan
 from jaxpar.precision import in_compute_dtype, next_guard
 from jaxpar.state import TrainState, guard_rules, optimizer_of, state_shardings
 
-__all__ = ["Batch", "Step", "abstract_batch", "dropout_keys", "make_gradients", "token_loss"]
+__all__ = ["Batch", "Step", "abstract_batch", "dropout_keys", "examination", "make_gradients", "token_loss"]
 
 Batch = Mapping[str, jax.Array]
 Params = Any
@@ -99,7 +98,7 @@ class Step:
             in_shardings=(self.shardings.evaluated(config), batch_shardings, plan.replicated),
             out_shardings=plan.replicated,
         )
-        examine = None if plan.pipeline is None else partial(_examine, plan)
+        examine = examination(plan)
         self.train = one_at_a_time(train, plan.mesh, examine)
         self.evaluate = one_at_a_time(evaluate, plan.mesh, examine)
 
@@ -117,9 +116,11 @@ def make_gradients(plan: Plan) -> Gradients:
     return clipped(mean_over_tokens(reduced_once(weighted, plan)), config.train.max_grad_norm)
 
 
-def _examine(plan: Plan, compiled: jax.stages.Compiled) -> None:
-    """Before it runs, for it would hang without a word."""
-    check_branches(compiled.as_text() or "", plan.mesh.shape)
+def examination(plan: Plan) -> Callable[[jax.stages.Compiled], None] | None:
+    """What looks at a compiled pipeline before it runs, for it might hang without a word; None with one stage."""
+    if plan.pipeline is None:
+        return None
+    return lambda compiled: check_branches(compiled.as_text() or "", plan.mesh.shape)
 
 
 def _evaluation_loss(plan: Plan) -> Callable[[Params, Batch], jax.Array]:

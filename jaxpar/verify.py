@@ -26,12 +26,12 @@ from jaxpar.command_line import UserError, run_command, user_errors
 from jaxpar.config import Config
 from jaxpar.config.schema import PipelineConfig
 from jaxpar.data import declared_vocab_size
+from jaxpar.parallel.dispatch import one_at_a_time
 from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes
-from jaxpar.parallel.pipeline.catalogue import SCHEDULES
-from jaxpar.parallel.pipeline.schedule import PipelineSchedule
+from jaxpar.pipeline_plan import is_path
 from jaxpar.plan import Plan, make_plan
 from jaxpar.state import guard_rules
-from jaxpar.step import dropout_keys, make_gradients
+from jaxpar.step import dropout_keys, examination, make_gradients
 
 __all__ = ["Difference", "differences", "loss_and_gradients_of", "main", "synthetic_batch"]
 
@@ -141,7 +141,8 @@ def _gradients_program(plan: Plan) -> Callable[..., Any]:
     def program(params: Any, batch: Mapping[str, jax.Array]) -> Any:
         return gradients(params, batch, dropout_keys(plan, 0), scale)
 
-    return jax.jit(program, out_shardings=(plan.shardings(plan.rules.optimizer), plan.replicated))
+    jitted = jax.jit(program, out_shardings=(plan.shardings(plan.rules.optimizer), plan.replicated))
+    return one_at_a_time(jitted, plan.mesh, examination(plan))
 
 
 def differences(found: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Difference]:
@@ -206,7 +207,7 @@ def _scaled_down(whole: Plan, sizes: Mapping[str, int], vocab_size: int) -> tupl
     stages, rows, pipeline = 1, 2, config.pipeline
     if whole.pipeline is not None:
         geometry = whole.pipeline.schedule.geometry
-        stages, rows, pipeline = geometry.num_stages, _microbatches(whole.pipeline.schedule), _same_schedule(whole)
+        stages, rows, pipeline = geometry.num_stages, _microbatches(whole), _same_schedule(whole)
         rows *= microbatches
     for axis in BATCH_AXES:
         rows *= sizes[axis]
@@ -224,22 +225,20 @@ def _scaled_down(whole: Plan, sizes: Mapping[str, int], vocab_size: int) -> tupl
     return small, min(vocab_size, 1000)
 
 
-def _microbatches(schedule: PipelineSchedule) -> int:
+def _microbatches(whole: Plan) -> int:
     """As many as fill and drain the pipeline; a table of the user's own has what it has."""
-    geometry = schedule.geometry
-    return (
-        min(geometry.num_microbatches, 2 * geometry.num_ranks)
-        if schedule.name in SCHEDULES
-        else geometry.num_microbatches
-    )
+    assert whole.pipeline is not None
+    geometry = whole.pipeline.schedule.geometry
+    own = is_path(whole.config.pipeline.schedule)
+    return geometry.num_microbatches if own else min(geometry.num_microbatches, 2 * geometry.num_ranks)
 
 
 def _same_schedule(whole: Plan) -> PipelineConfig:
     """What makes the whole run's schedule again, for few microbatches and other layers."""
     assert whole.pipeline is not None
     schedule, keys = whole.pipeline.schedule, whole.config.pipeline
-    named = {"schedule": schedule.name, "chunks": schedule.geometry.num_chunks} if schedule.name in SCHEDULES else {}
-    return keys.model_copy(update={"microbatches": _microbatches(schedule), "layers_per_stage": (), **named})
+    named = {} if is_path(keys.schedule) else {"schedule": schedule.name, "chunks": schedule.geometry.num_chunks}
+    return keys.model_copy(update={"microbatches": _microbatches(whole), "layers_per_stage": (), **named})
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ ARROWS: dict[str, set[str]] = {
     "restore": {"checkpoint_store", "extent", "parallel"},
     "checkpoint": {"checkpoint_store", "digest", "extent", "parallel", "restore", "state"},
     "resume": {"checkpoint", "checkpoint_store", "config", "data", "extent", "optim", "parallel", "plan", "state"},
-    "sample": {"plan", "parallel", "pipelined"},
+    "sample": {"plan", "parallel", "pipelined", "step"},
     "traffic": {"plan", "parallel"},
     "memory": {"plan", "parallel", "optim", "state"},
     "trainer": BELOW_THE_LOOP,

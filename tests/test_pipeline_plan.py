@@ -167,6 +167,9 @@ REFUSED: dict[str, tuple[dict, dict, str]] = {
     "a bound that none keeps": (
         {"max_in_flight": 0.5}, {}, r'^pipeline\.schedule="auto": every schedule keeps more .*; the least is 1'
     ),
+    "overlap where there is none": (
+        {"schedule": "gpipe", "overlap": True}, {}, r'^pipeline\.overlap=true .* with pipeline\.schedule="gpipe" waits'
+    ),
     "offload": (
         {}, {"offload": {"optimizer_state": "host"}}, r"^parallel\.pipe=4 splits the layers over ranks, and \[offload\]"
     ),
@@ -207,8 +210,11 @@ class Parts(nnx.Module):
         scale = self.scale[...][None, None] if self.wrong == "layers" else 1.0
         if self.wrong == "loop":
             return x + self.kernels[...].sum()
+        extras = x.mean() if self.wrong == "extras" else None
         body = lambda kernel, x, extras, index, slot: x + jnp.tanh(x @ kernel) * scale  # noqa: E731
-        return scan_layers(body, x, self.kernels[...], None, num_layers=4)
+        for _ in range(2 if self.wrong == "twice" else 1):
+            x = scan_layers(body, x, self.kernels[...], extras, num_layers=4)
+        return 2.0 * x if self.wrong == "scaled" else x
 
     def head(self, x: jax.Array) -> jax.Array:
         return (x * self.scale[...][None, None]) @ self.table[...].T
@@ -240,6 +246,12 @@ class PartsConfig(BaseModel):
         ("embed", r"the method embed of model\.name='parts' reads kernels, but it may read no stacked blocks"),
         ("layers", r"the method layers of model\.name='parts' reads scale, but it may read only the stacked blocks"),
         ("loop", r"the method layers of model\.name='parts' must run its stacked blocks by jaxpar\.parallel\.layers\."),
+        ("scaled", r"runs on every stage, so that it must give what scan_layers returns; what else it does belongs to"),
+        ("extras", r"runs on every stage, so that it must give scan_layers extras that do not depend on x; what else"),
+        (
+            "twice",
+            r"must call scan_layers once, with all stacked blocks; it calls it 2 times, for 4 and 4 layers, and ",
+        ),
         ("no head", r"needs a model in parts: .* model\.name='parts' has no method head"),
         ("no blocks", r"needs a model in parts: .* model\.name='parts' has no stacked blocks"),
     ],

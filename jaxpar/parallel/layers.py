@@ -13,7 +13,7 @@ from jaxpar.parallel.constrain import current_execution, record_call
 from jaxpar.parallel.offload import fetched, is_streamed
 from jaxpar.parallel.pipeline.loop import split_loop
 
-__all__ = ["REMAT_POLICIES", "StageLayers", "scan_layers", "stage_layers"]
+__all__ = ["REMAT_POLICIES", "StageLayers", "layers_left_out", "scan_layers", "stage_layers"]
 
 Body = Callable[[Any, jax.Array, Any, jax.Array, int], jax.Array]
 
@@ -64,6 +64,20 @@ def stage_layers(layers: StageLayers) -> Iterator[None]:
         _stage.reset(token)
 
 
+_left_out: ContextVar[Callable[[int, Any], None] | None] = ContextVar("left_out", default=None)
+
+
+@contextlib.contextmanager
+def layers_left_out(note: Callable[[int, Any], None]) -> Iterator[None]:
+    """A block in which `scan_layers` calls `note(number of layers, extras)` and returns what it was given: what is
+    left is what a model does beside its layers."""
+    token = _left_out.set(note)
+    try:
+        yield
+    finally:
+        _left_out.reset(token)
+
+
 def scan_layers(
     body: Body, carry: jax.Array, stacked: Any, extras: Any, *, num_layers: int, period: int = 1
 ) -> jax.Array:
@@ -76,6 +90,9 @@ def scan_layers(
         layers may differ in what must be known when compiling, such as the window of their attention.
     """
     record_call("scan_layers", (num_layers, period))
+    if (note := _left_out.get()) is not None:
+        note(num_layers, extras)
+        return carry
     execution, stage = current_execution(), _stage.get()
     stacks, tree = jax.tree.flatten(stacked, is_leaf=is_streamed)
     sliced = [stack.proxy if is_streamed(stack) else stack for stack in stacks]

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-__all__ = ["CutVjp", "SplitBackward", "reads"]
+__all__ = ["CutVjp", "SplitBackward", "passes_through", "reads"]
 
 Function = Callable[[Any, Any, Any], Any]
 """`(parameters, x, context) -> outputs`; nothing in the context is differentiated."""
@@ -77,7 +77,7 @@ class SplitBackward:
     """`backward` as two functions, `inputs` and `weights`, to be traced in this order.
 
     The operations that the gradient of x depends on are those of `inputs`, the rest are those of `weights`; values that
-    the rest needs of the first travel between them. A loop is one operation: `jaxpar.parallel.pipeline.layers` writes
+    the rest needs of the first travel between them. A loop is one operation: `jaxpar.parallel.pipeline.loop` writes
     that over the layers as two.
     """
 
@@ -116,6 +116,22 @@ def reads(function: Callable, tree: Any, *others: Any) -> list[bool]:
     found = {id(atom) for equation in traced.jaxpr.eqns for atom in equation.invars}
     found |= {id(atom) for atom in traced.jaxpr.outvars}
     return [id(variable) in found for variable in traced.jaxpr.invars[: len(leaves)]]
+
+
+def passes_through(function: Callable, params: Any, x: Any, context: Any) -> tuple[bool, bool]:
+    """Of `function(params, x, context) -> (result, others)` whether the result is x itself, and whether the others
+    depend on it; nothing is computed."""
+    leaves, tree = jax.tree.flatten((params, context))
+
+    def flat(x: jax.Array, *leaves: Any) -> tuple[Any, list[Any]]:
+        params, context = jax.tree.unflatten(tree, leaves)
+        result, others = function(params, x, context)
+        return result, jax.tree.leaves(others)
+
+    jaxpr = _inlined(jax.make_jaxpr(flat)(x, *leaves)).jaxpr
+    given, (result, *others) = jaxpr.invars[0], jaxpr.outvars
+    moving = _dependants(jaxpr, [given])
+    return result is given, any(not isinstance(atom, core.Literal) and atom in moving for atom in others)
 
 
 def _inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:

@@ -28,7 +28,7 @@ from jaxpar.parallel.pipeline.loops import KnownTick, loops
 from jaxpar.parallel.pipeline.routing import RoutedSchedule
 from jaxpar.parallel.pipeline.schedule import Kind
 
-__all__ = ["PipelineFunctions", "Results", "pipeline_gradients"]
+__all__ = ["PipelineFunctions", "Results", "pipeline_gradients", "pipeline_sums"]
 
 Tree = Any
 Item = Any
