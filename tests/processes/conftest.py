@@ -16,7 +16,7 @@ from jaxpar.checkpoint_store import CheckpointStore
 from jaxpar.config import load_config
 from jaxpar.plan import make_plan
 from jaxpar.restore import read_arrays
-from jaxpar.state import abstract_state
+from jaxpar.state import abstract_state, state_extents
 from jaxpar.step import Step
 
 ROOT = Path(__file__).parents[2]
@@ -158,8 +158,9 @@ class Work:
     def state(self, run_dir: str, step: int) -> dict[str, np.ndarray]:
         directory = self.directory / run_dir
         plan = make_plan(load_config(directory / "config.toml"), jax.devices()[:4], 257)
-        abstract = abstract_state(plan, Step(plan).optimizer).by_path()
-        return jax.device_get(read_arrays(CheckpointStore(str(directory / "checkpoints")), step, abstract))
+        abstract = abstract_state(plan, Step(plan).optimizer)
+        store = CheckpointStore(str(directory / "checkpoints"))
+        return jax.device_get(read_arrays(store, store.notes(step), abstract.by_path(), state_extents(plan, abstract)))
 
 
 @pytest.fixture(scope="module")
