@@ -58,8 +58,8 @@ _REPEATS = 16
 _TOLERANCE_OF_16_BITS = 2.0**-5
 _SHARED_CORES = (
     "The devices are simulated and share this machine's cores: a step's time is that of all their work, one after the "
-    "other. A rank without a task costs nothing where ranks branch (1f1b, interleaved, zb_*). In aligned tables "
-    "(naive, gpipe, *_aligned) and scans it computes and drops the result. Times show the executor's work, and no bubbles."
+    "other. A rank without a task costs nothing where ranks branch (1f1b, interleaved, zb_*); in aligned tables and "
+    "scans it computes and drops the result. Times show the executor's work, no bubbles."
 )
 
 
