@@ -130,7 +130,7 @@ def test_clipping_and_skipped_steps_are_global(config_for, layout_run, run_of):
     assert found.metrics[-1]["grad_norm"] > 0.05
     for path, want in expected.params.items():
         np.testing.assert_allclose(
-            found.params[path], want, rtol=0, atol=2e-3 * np.abs(want).max() + 1e-6, err_msg=path
+            found.params[path], want, rtol=0, atol=2e-2 * np.abs(want).max() + 1e-5, err_msg=path
         )
 
 

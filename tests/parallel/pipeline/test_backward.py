@@ -36,7 +36,7 @@ def wanted(weights: Any, x: jax.Array, context: Any) -> tuple[Any, jax.Array]:
 
 
 def assert_close(found: Any, expected: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
 
 
 def cut_in_two(weights: Any, x: jax.Array, context: Any) -> tuple[tuple[Any, jax.Array], list[Any]]:
