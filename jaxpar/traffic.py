@@ -30,7 +30,7 @@ from jaxpar.parallel.communication import (
 )
 from jaxpar.parallel.device_groups import IRREGULAR
 from jaxpar.parallel.mesh import BATCH_AXES
-from jaxpar.parallel.pipeline.loops import num_transfers
+from jaxpar.parallel.pipeline.tick_loops import num_transfers
 from jaxpar.parallel.rules import Table, is_stacked, is_vector, resolve
 from jaxpar.plan import Parameter, Plan
 

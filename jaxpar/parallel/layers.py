@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxpar.parallel.constrain import current_execution, record_call
 from jaxpar.parallel.offload import fetched, is_streamed
-from jaxpar.parallel.pipeline.loop import split_loop
+from jaxpar.parallel.pipeline.layer_loop import layer_loop
 
 __all__ = ["REMAT_POLICIES", "StageLayers", "layers_left_out", "scan_layers", "stage_layers"]
 
@@ -124,13 +124,7 @@ def scan_layers(
         return carry
 
     num_rows = num_layers if stage is None else sliced[0].shape[0]
-    loop = split_loop if execution.split_backward else _plain_loop
-    return loop(turn, carry, jnp.arange(num_rows // period), slots, extras, unroll=execution.unroll_layers)
-
-
-def _plain_loop(
-    turn: Callable, carry: jax.Array, turns: jax.Array, weights: Any, extras: Any, *, unroll: bool
-) -> jax.Array:
-    """`carry` after `turn(extras, carry, (number, weights of this turn))` for each of `turns`."""
-    body = lambda carry, item: (turn(extras, carry, item), None)  # noqa: E731
-    return jax.lax.scan(body, carry, (turns, weights), unroll=unroll)[0]
+    turns, unroll = jnp.arange(num_rows // period), execution.unroll_layers
+    if stage is not None:
+        return layer_loop(turn, carry, turns, slots, extras, split=execution.split_backward, unroll=unroll)
+    return jax.lax.scan(lambda carry, item: (turn(extras, carry, item), None), carry, (turns, slots), unroll=unroll)[0]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxpar.parallel.pipeline.divergence import check_branches
-from jaxpar.parallel.pipeline.loops import num_transfers
+from jaxpar.parallel.pipeline.tick_loops import num_transfers
 
 _COMPUTE = ("fusion", "while", "conditional", "custom-call", "call")
 

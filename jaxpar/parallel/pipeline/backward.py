@@ -77,8 +77,8 @@ class SplitBackward:
     """`backward` as two functions, `inputs` and `weights`, to be traced in this order.
 
     The operations that the gradient of x depends on are those of `inputs`, the rest are those of `weights`; values that
-    the rest needs of the first travel between them. A loop is one operation: `jaxpar.parallel.pipeline.loop` writes
-    that over the layers as two.
+    the rest needs of the first travel between them. A loop is one operation: `layer_loop` writes that over the layers
+    as two.
     """
 
     def __init__(self, backward: Backward) -> None:
@@ -120,18 +120,17 @@ def reads(function: Callable, tree: Any, *others: Any) -> list[bool]:
 
 def passes_through(function: Callable, params: Any, x: Any, context: Any) -> tuple[bool, bool]:
     """Of `function(params, x, context) -> (result, others)` whether the result is x itself, and whether the others
-    depend on it; nothing is computed."""
-    leaves, tree = jax.tree.flatten((params, context))
+    depend on the context alone; nothing is computed."""
+    flat_params, tree = jax.tree.flatten(params)
 
-    def flat(x: jax.Array, *leaves: Any) -> tuple[Any, list[Any]]:
-        params, context = jax.tree.unflatten(tree, leaves)
-        result, others = function(params, x, context)
+    def flat(x: jax.Array, params: list, context: Any) -> tuple[Any, list[Any]]:
+        result, others = function(jax.tree.unflatten(tree, params), x, context)
         return result, jax.tree.leaves(others)
 
-    jaxpr = _inlined(jax.make_jaxpr(flat)(x, *leaves)).jaxpr
+    jaxpr = _inlined(jax.make_jaxpr(flat)(x, flat_params, context)).jaxpr
     given, (result, *others) = jaxpr.invars[0], jaxpr.outvars
-    moving = _dependants(jaxpr, [given])
-    return result is given, any(not isinstance(atom, core.Literal) and atom in moving for atom in others)
+    moving = _dependants(jaxpr, jaxpr.invars[: 1 + len(flat_params)])
+    return result is given, not any(not isinstance(atom, core.Literal) and atom in moving for atom in others)
 
 
 def _inlined(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:

@@ -24,9 +24,9 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.pipeline.backward import CutVjp, SplitBackward, reads
 from jaxpar.parallel.pipeline.divergence import AXIS
-from jaxpar.parallel.pipeline.loops import KnownTick, loops
 from jaxpar.parallel.pipeline.routing import RoutedSchedule
 from jaxpar.parallel.pipeline.schedule import Kind
+from jaxpar.parallel.pipeline.tick_loops import KnownTick, loops
 
 __all__ = ["PipelineFunctions", "Results", "pipeline_gradients", "pipeline_sums"]
 

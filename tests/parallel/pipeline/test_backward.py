@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.parallel.pipeline.backward import CutVjp, SplitBackward, reads
-from jaxpar.parallel.pipeline.loop import split_loop
+from jaxpar.parallel.pipeline.layer_loop import layer_loop
 
 
 def function(weights: Any, x: jax.Array, context: Any) -> tuple[jax.Array, jax.Array]:
@@ -77,8 +77,9 @@ def test_each_piece_has_its_products() -> None:
     assert products(lambda *given: split.weights(weights, None, *given), crossing) == 2
 
 
-def test_a_split_loop_is_the_loop() -> None:
-    """Float extras get a gradient too, whole numbers and keys none."""
+@pytest.mark.parametrize("split", [False, True])
+def test_a_loop_over_layers_is_the_loop(split: bool) -> None:
+    """Also of extras, which get no gradient: floats, keys."""
     weights = jax.random.normal(jax.random.key(1), (3, 4, 4))
     x, shift, key = jnp.ones((2, 4)), jnp.linspace(0.0, 1.0, 4), jax.random.key(2)
 
@@ -93,11 +94,34 @@ def test_a_split_loop_is_the_loop() -> None:
             x = turn((shift, key), x, (jnp.int32(number), weights[number]))
         return jnp.square(x).sum()
 
-    def split(weights: jax.Array, x: jax.Array, shift: jax.Array) -> jax.Array:
-        return jnp.square(split_loop(turn, x, jnp.arange(3), weights, (shift, key), unroll=False)).sum()
+    def looped(weights: jax.Array, x: jax.Array, shift: jax.Array) -> jax.Array:
+        return jnp.square(layer_loop(turn, x, jnp.arange(3), weights, (shift, key), split=split, unroll=False)).sum()
 
-    found, expected = (jax.value_and_grad(f, (0, 1, 2))(weights, x, shift) for f in (split, plain))
+    found, expected = (jax.value_and_grad(f, (0, 1))(weights, x, shift) for f in (looped, plain))
     assert_close(found, expected)
+    assert_close(looped(weights, x, shift), plain(weights, x, shift))
+    assert not jax.grad(looped, 2)(weights, x, shift).any()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_what_depends_on_weights_alone_is_not_kept_for_the_backward_pass(split: bool) -> None:
+    """A layer's weights rounded, which a loop's own derivative would keep for every layer."""
+    weights = jax.random.normal(jax.random.key(1), (3, 4, 5, 4))
+
+    def turn(_: None, carry: jax.Array, item: Any) -> jax.Array:
+        return carry + jnp.sin(carry @ item[1].astype(jnp.bfloat16).astype(jnp.float32).reshape(4, 20)).sum()
+
+    def layers(weights: jax.Array, x: jax.Array, _: None) -> jax.Array:
+        return layer_loop(turn, x, jnp.arange(3), weights, None, split=split, unroll=False)
+
+    def plain(weights: jax.Array, x: jax.Array, _: None) -> jax.Array:
+        return jax.lax.scan(lambda carry, item: (turn(None, carry, item), None), x, (jnp.arange(3), weights))[0]
+
+    sizes = []
+    for function in (layers, plain):
+        cut = CutVjp(function)
+        sizes.append({array.shape for array in jax.eval_shape(cut.forward, weights, jnp.ones((2, 4)), None)[1]})
+    assert sizes == [{(3, 2, 4), (3, 2, 20)}, {(3, 2, 4), (3, 2, 20), (3, 4, 20)}]
 
 
 def test_what_a_function_reads() -> None:

@@ -11,10 +11,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxpar.parallel.pipeline.catalogue import build_schedule, forward_schedule
 from jaxpar.parallel.pipeline.executor import PipelineFunctions, pipeline_gradients, pipeline_sums
-from jaxpar.parallel.pipeline.loop import split_loop
-from jaxpar.parallel.pipeline.loops import loops
+from jaxpar.parallel.pipeline.layer_loop import layer_loop
 from jaxpar.parallel.pipeline.partition import in_rows, make_partition
 from jaxpar.parallel.pipeline.routing import route
+from jaxpar.parallel.pipeline.tick_loops import loops
 
 NUM_LAYERS, WIDTH, NUM_MICROBATCHES, ROWS, LENGTH, VOCABULARY = 8, 8, 8, 2, 4, 11
 WEIGHT, AUXILIARY_WEIGHT = 0.01, 1e-4
@@ -92,10 +92,7 @@ def functions(partition: Any, is_split: bool) -> PipelineFunctions:
 
     def layers(weights: Any, x: jax.Array, item: Any, stage: jax.Array) -> Any:
         carry, places = (x, jnp.zeros(())), jnp.arange(partition.rows_per_chunk)
-        if is_split:
-            return split_loop(turn, carry, places, weights, stage, unroll=False)
-        body = lambda carry, item: (turn(stage, carry, item), None)  # noqa: E731
-        return jax.lax.scan(body, carry, (places, weights))[0]
+        return layer_loop(turn, carry, places, weights, stage, split=is_split, unroll=False)
 
     return PipelineFunctions(embed, layers, head)
 
