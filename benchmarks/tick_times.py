@@ -42,7 +42,7 @@ def repeating(plan: Plan, kind: Kind | None, times: int, *, split: bool) -> Plan
     routed = route(schedule)
     rows = routed if kind is None else _repeated(routed, kind, times)
     own = {field.name: getattr(plan.pipeline, field.name) for field in fields(plan.pipeline)}
-    pipeline = _GivenRows(**own | {"schedule": schedule}, rows=rows)
+    pipeline = _GivenRows(**own | {"measured": replace(plan.pipeline.measured, schedule=schedule)}, rows=rows)
     return replace(plan, pipeline=pipeline, execution=replace(plan.execution, split_backward=split))
 
 

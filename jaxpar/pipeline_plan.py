@@ -3,30 +3,21 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-from flax import nnx
 
 from jaxpar.config.schema import Config
-from jaxpar.parallel.constrain import Execution, recorded_calls
-from jaxpar.parallel.layers import layers_left_out
 from jaxpar.parallel.mesh import BATCH_AXES
-from jaxpar.parallel.pipeline.backward import passes_through, reads
 from jaxpar.parallel.pipeline.catalogue import SCHEDULES, build_schedule, forward_schedule
-from jaxpar.parallel.pipeline.choice import Choice, Measured, choose_schedule, measure
+from jaxpar.parallel.pipeline.choice import Choice, Measured, SlotSizes, choose_schedule, measure
 from jaxpar.parallel.pipeline.makespan import Costs
 from jaxpar.parallel.pipeline.partition import Partition, Work, balanced_layers, make_partition
 from jaxpar.parallel.pipeline.routing import RoutedSchedule, route
 from jaxpar.parallel.pipeline.schedule import PipelineSchedule
 from jaxpar.parallel.pipeline.table_file import read_table
-from jaxpar.parallel.rules import LogicalAxes, is_stacked
 
-__all__ = ["PipelinePlan", "check_parts", "check_schedule_name", "is_path", "plan_pipeline", "work_of_ends"]
+__all__ = ["PipelinePlan", "check_schedule_name", "is_path", "plan_pipeline"]
 
 _MICROBATCHES_PER_STAGE = 4
 _MOST_CHUNKS = 4
@@ -43,11 +34,16 @@ class PipelinePlan:
     `num_layers` are the model's; `partition` says where they are. `notes` are the decisions that a user should know of.
     """
 
-    schedule: PipelineSchedule
+    measured: Measured
     partition: Partition
     num_layers: int
     num_batch_shards: int
     notes: tuple[str, ...]
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """Which task runs when."""
+        return self.measured.schedule
 
     @property
     def num_microbatches(self) -> int:
@@ -68,25 +64,34 @@ class PipelinePlan:
         return math.gcd(num_sequences // self.num_batch_shards, self.num_microbatches)
 
 
-def plan_pipeline(config: Config, sizes: Mapping[str, int], num_layers: int, period: int, work: Work) -> PipelinePlan:
+def plan_pipeline(
+    config: Config,
+    sizes: Mapping[str, int],
+    num_layers: int,
+    period: int,
+    work: Work,
+    slot_sizes: Callable[[], SlotSizes],
+) -> PipelinePlan:
     """The pipeline of `config` over `sizes["pipe"]` ranks.
 
     Args:
       num_layers: of the model, in turns of `period` layers that differ.
       work: what embedding and head cost, in layers.
+      slot_sizes: asked where a backward may be split.
 
     Raises:
       ValueError: it is impossible; the message names the keys, the values and the legal ones.
     """
-    found, why = _schedule(config, sizes, num_layers, period, work)
+    sized = cache(slot_sizes)
+    found, why = _schedule(config, sizes, num_layers, period, work, sized)
     schedule = found.schedule
     counts = _layers_per_stage(config, schedule.geometry.num_stages, num_layers, period, work)
     return PipelinePlan(
-        schedule=schedule,
+        measured=found,
         partition=make_partition(schedule.geometry, counts),
         num_layers=num_layers,
         num_batch_shards=_num_shards(sizes),
-        notes=tuple(_notes(config, sizes, found, why, counts)),
+        notes=tuple(_notes(config, sizes, found, why, counts, sized)),
     )
 
 
@@ -95,106 +100,6 @@ def check_schedule_name(config: Config) -> None:
     name = config.pipeline.schedule
     if name != "auto" and name not in SCHEDULES and not is_path(name):
         build_schedule(name, 1, 1)
-
-
-def check_parts(
-    config: Config, execution: Execution, structure: Any, abstract_params: Any, axes: Mapping[str, LogicalAxes]
-) -> None:
-    """Raises ValueError if the model cannot be cut into stages."""
-    name = f"model.name={config.model.name!r}"  # type: ignore[attr-defined]
-    pipe = f"parallel.pipe={config.parallel.pipe}"
-    if config.offload.parameters == "host" or config.offload.optimizer_state == "host":
-        raise ValueError(
-            f"{pipe} splits the layers over ranks, and [offload] goes through them one by one, which would wait for "
-            'every rank at each; set offload.parameters="none" and offload.optimizer_state="none", or parallel.pipe=1'
-        )
-    model = nnx.merge(structure, abstract_params)
-    missing = [part for part in ("embed", "layers", "head") if not callable(getattr(model, part, None))]
-    if missing or not any(is_stacked(names) for names in axes.values()):
-        what = f"no method {missing[0]}" if missing else 'no stacked blocks (parameters whose first axis is "layers")'
-        raise ValueError(
-            f"{pipe} needs a model in parts: embed(inputs, dropout_keys), layers(x, inputs, dropout_keys), which runs "
-            f"its stacked blocks by jaxpar.parallel.layers.scan_layers, and head(x); {name} has {what}. Give it that, "
-            "or set parallel.pipe=1"
-        )
-    shape = (config.train.batch_size, config.data.sequence_length)
-    inputs = {key: jax.ShapeDtypeStruct(shape, jnp.int32) for key in ("tokens", "positions", "segment_ids")}
-
-    def embed(params: Any, inputs: Any) -> jax.Array:
-        return nnx.merge(structure, params).embed(inputs, None)
-
-    def layers(params: Any, x: jax.Array, inputs: Any) -> jax.Array:
-        return nnx.merge(structure, params).layers(x, inputs, None)
-
-    def head(params: Any, x: jax.Array) -> Any:
-        return nnx.merge(structure, params).head(x)
-
-    with replace(execution, attention="reference").active(), recorded_calls() as calls:
-        x = jax.eval_shape(embed, abstract_params, inputs)
-        read = {
-            "embed": reads(embed, abstract_params, inputs),
-            "layers": reads(layers, abstract_params, x, inputs),
-            "head": reads(head, abstract_params, x),
-        }
-    if "scan_layers" not in calls:
-        raise ValueError(
-            f"{pipe}: the method layers of {name} must run its stacked blocks by jaxpar.parallel.layers.scan_layers"
-        )
-    with replace(execution, attention="reference").active():
-        _check_layers_alone(f"{pipe}: the method layers of {name}", layers, abstract_params, axes, x, inputs)
-    for part, flags in read.items():
-        for path, is_read in zip(_by_path(abstract_params), flags, strict=True):
-            if is_read and is_stacked(axes[path]) != (part == "layers"):
-                where = "only the stacked blocks" if part == "layers" else "no stacked blocks"
-                raise ValueError(
-                    f"{pipe}: the method {part} of {name} reads {path}, but it may read {where}, since the others are "
-                    "not where it runs"
-                )
-
-
-def _check_layers_alone(
-    what: str, layers: Callable, abstract_params: Any, axes: Mapping[str, LogicalAxes], x: Any, inputs: Any
-) -> None:
-    """Each stage runs all of `layers`: beside its layers there may be nothing that changes what passes through."""
-    calls: list[tuple[int, Any]] = []
-
-    def without_layers(params: Any, x: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
-        calls.clear()
-        with layers_left_out(lambda num_layers, extras: calls.append((num_layers, extras))):
-            result = layers(params, x, inputs)
-        return result, [extras for _, extras in calls]
-
-    is_x, extras_read_x = passes_through(without_layers, abstract_params, x, inputs)
-    depths = {_by_path(abstract_params)[path].shape[0] for path in axes if is_stacked(axes[path])}
-    if len(calls) != 1 or depths != {calls[0][0]}:
-        raise ValueError(
-            f"{what} must call scan_layers once, with all stacked blocks; it calls it {len(calls)} times, for "
-            f"{' and '.join(str(number) for number, _ in calls)} layers, and there are stacks of "
-            f"{', '.join(map(str, sorted(depths)))}"
-        )
-    if not is_x or extras_read_x:
-        where = "give what scan_layers returns" if not is_x else "give scan_layers extras that do not depend on x"
-        raise ValueError(
-            f"{what} runs on every stage, so that it must {where}; what else it does belongs to embed or head"
-        )
-
-
-def _by_path(params: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf for keys, leaf in leaves}
-
-
-def work_of_ends(abstract_params: Any, axes: Mapping[str, LogicalAxes]) -> Work:
-    """Embedding and head in layers, by multiplications and additions for a token: a layer's matrices count their
-    elements, the head's product the table's; a lookup adds one row."""
-    sizes = {path: leaf.shape for path, leaf in _by_path(abstract_params).items()}
-    matrices = sum(
-        math.prod(shape[1:]) for path, shape in sizes.items() if is_stacked(axes[path]) and len(axes[path]) > 2
-    )
-    tables = [shape for path, shape in sizes.items() if set(axes[path]) == {"vocab", "embed"}]
-    if not matrices or not tables:
-        return Work()
-    return Work(embed=min(tables[0]) / matrices, head=math.prod(tables[0]) / matrices)
 
 
 def _num_microbatches(config: Config, sizes: Mapping[str, int]) -> int:
@@ -262,21 +167,32 @@ def _layers_per_stage(config: Config, stages: int, num_layers: int, period: int,
 
 
 def _schedule(
-    config: Config, sizes: Mapping[str, int], num_layers: int, period: int, work: Work
+    config: Config,
+    sizes: Mapping[str, int],
+    num_layers: int,
+    period: int,
+    work: Work,
+    slot_sizes: Callable[[], SlotSizes],
 ) -> tuple[Measured, str]:
     """The schedule with its predicted numbers, and why it is this one."""
     keys, pipe = config.pipeline, sizes["pipe"]
     hop, bound = (2 if keys.overlap else 1), keys.max_in_flight or None
     costs = _costs(config, pipe, num_layers, period, work)
+
+    def measured(schedule: PipelineSchedule) -> Measured:
+        slots = slot_sizes() if schedule.geometry.split else SlotSizes()
+        return measure(schedule, costs, slots=slots)
+
     if is_path(keys.schedule):
-        found, why = measure(_own_table(config, sizes), costs), f"from {keys.schedule}"
+        found, why = measured(_own_table(config, sizes)), f"from {keys.schedule}"
     elif keys.schedule == "auto":
         # Layers that are given say how many stages there are.
         given = keys.chunks or len(keys.layers_per_stage) // pipe
         allowed = _chunks_to_try(given, pipe, num_layers // period)
         _check_num_stages(config, pipe, min(allowed), num_layers, period)
-        choice = choose_schedule(pipe, _num_microbatches(config, sizes), allowed, costs, max_in_flight=bound, hop=hop)
-        found, why = measure(choice.schedule, costs), _reason(choice)
+        number, slots = _num_microbatches(config, sizes), slot_sizes()
+        choice = choose_schedule(pipe, number, allowed, costs, max_in_flight=bound, slots=slots, hop=hop)
+        found, why = measured(choice.schedule), _reason(choice)
     else:
         if keys.overlap and keys.schedule in _NOTHING_TO_OVERLAP:
             raise ValueError(
@@ -286,13 +202,13 @@ def _schedule(
         chunks = keys.chunks or (SCHEDULES[keys.schedule].legal_chunks[0] if keys.schedule in SCHEDULES else 1)
         _check_num_stages(config, pipe, chunks, num_layers, period)
         schedule = build_schedule(keys.schedule, pipe, _num_microbatches(config, sizes), chunks, hop=hop)
-        found, why = measure(schedule, costs), ""
+        found, why = measured(schedule), ""
     _check_num_stages(config, pipe, found.schedule.geometry.num_chunks, num_layers, period)
     if bound is not None and found.held > bound:
         raise ValueError(
-            f"pipeline.max_in_flight={bound:g}: pipeline.schedule={keys.schedule!r} keeps {found.held:g} activations "
+            f"pipeline.max_in_flight={bound:g}: pipeline.schedule={keys.schedule!r} keeps {found.held:.4g} activations "
             'of a stage; set pipeline.schedule="auto", which looks for one that keeps to it, or '
-            f"pipeline.max_in_flight={found.held:g}"
+            f"pipeline.max_in_flight={math.ceil(100 * found.held) / 100:g}"
         )
     return found, why
 
@@ -369,7 +285,14 @@ def _reason(choice: Choice) -> str:
     return f"the fastest of {len(others) + 1} by prediction, before {next_best.name}{chunks} with {more:.0%} more time"
 
 
-def _notes(config: Config, sizes: Mapping[str, int], found: Measured, why: str, counts: Sequence[int]) -> list[str]:
+def _notes(
+    config: Config,
+    sizes: Mapping[str, int],
+    found: Measured,
+    why: str,
+    counts: Sequence[int],
+    slot_sizes: Callable[[], SlotSizes],
+) -> list[str]:
     schedule = found.schedule
     geometry = schedule.geometry
     chunks = f" of {geometry.num_chunks} chunks" if geometry.num_chunks > 1 else ""
@@ -377,12 +300,12 @@ def _notes(config: Config, sizes: Mapping[str, int], found: Measured, why: str, 
         f"pipeline: {schedule.name}{f' ({why})' if why else ''}: {geometry.num_ranks} ranks{chunks}, layers of the "
         f"stages {'/'.join(map(str, counts))}, {geometry.num_microbatches} microbatches in {schedule.num_ticks} ticks",
         f"pipeline: predicted time {found.slowdown:.2f} × the work of the busiest rank; a rank has room for "
-        f"{found.held:g} microbatches' activations",
+        f"{found.held:.4g} microbatches' activations",
     ]
-    if geometry.split and config.remat.policy != "none":
+    if geometry.split:
         notes.append(
-            f"pipeline: {schedule.name} keeps what is within layers until their weights' gradients are computed, which "
-            f"remat.policy={config.remat.policy!r} does not shrink"
+            f"pipeline: from its input's to its weights' gradients {schedule.name} keeps of a microbatch as much as "
+            f"{slot_sizes().backward:.2g} microbatches' activations, which recomputation does not shrink"
         )
     if config.parallel.zero_stage == 3 and sizes["fsdp"] > 1:
         times = 2 * geometry.num_microbatches * config.train.microbatches

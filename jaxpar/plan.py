@@ -26,7 +26,8 @@ from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
 from jaxpar.parallel.offload import host_sharding, in_host_memory, readable
 from jaxpar.parallel.pipeline.partition import in_rows
 from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, Table, is_stacked, is_vector, resolve
-from jaxpar.pipeline_plan import PipelinePlan, check_parts, check_schedule_name, plan_pipeline, work_of_ends
+from jaxpar.pipeline_parts import ModelParts
+from jaxpar.pipeline_plan import PipelinePlan, check_schedule_name, plan_pipeline
 from jaxpar.requirements import (
     check_calls,
     check_checkpoints,
@@ -259,9 +260,10 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     check_schedule_name(config)
     pipeline = None
     if sizes["pipe"] > 1:
-        check_parts(config, execution, structure, abstract_params, axes)
+        parts = ModelParts(config, execution, structure, abstract_params, axes)
+        parts.check()
         num_layers, period = calls["scan_layers"]
-        pipeline = plan_pipeline(config, sizes, num_layers, period, work_of_ends(abstract_params, axes))
+        pipeline = plan_pipeline(config, sizes, num_layers, period, parts.work_of_ends(), parts.slot_sizes)
         execution = replace(execution, split_backward=pipeline.schedule.geometry.split)
         abstract_params = _in_rows(abstract_params, axes, len(pipeline.partition.rows))
     parameters = _place(abstract_params, axes, rules, sizes)

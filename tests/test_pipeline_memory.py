@@ -64,6 +64,30 @@ def test_where_more_is_in_flight_memory_grows_by_as_many_residuals() -> None:
     assert growth == pytest.approx(7 * 2 * layer_input, rel=0.02)
 
 
+@pytest.mark.parametrize(("schedule", "few", "many"), [("1f1b", 4, 12), ("1f1b_aligned", 7, 14), ("zb_h1", 4, 12)])
+def test_the_program_is_as_long_for_any_number_of_microbatches(schedule: str, few: int, many: int) -> None:
+    """And so takes as long to compile; what differs are numbers in it."""
+    short, long = (compiled(schedule, number)[1].as_text() for number in (few, many))
+    assert short is not None
+    assert long is not None
+    assert len(long.splitlines()) == pytest.approx(len(short.splitlines()), rel=0.01)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_what_a_split_backward_keeps_more_is_predicted(remat: str) -> None:
+    """In microbatches' activations, of which one is what GPipe keeps more for one more microbatch, without what waits
+    to be used. What a backward leaves is in memory once more
+    before it is in its slot."""
+    growth = (temporary_bytes("gpipe", 14, remat) - temporary_bytes("gpipe", 7, remat)) / 7
+    activation = growth - MICROBATCH * 64 * 32 * 4
+    found = (temporary_bytes("zb_h1", 12, remat) - temporary_bytes("1f1b", 12, remat)) / activation
+    split, whole = (compiled(schedule, 12, remat)[0].pipeline.measured.held for schedule in ("zb_h1", "1f1b"))
+    backward = (split - 4) / 4
+    assert whole == 4
+    assert 0.5 < backward < 20
+    assert found == pytest.approx(split - whole + backward, rel=0.05)
+
+
 @pytest.mark.parametrize(("windows", "remat"), [((0,), "none"), ((8, 0), "full")])
 def test_weights_are_not_kept_for_each_microbatch_in_flight(
     monkeypatch: pytest.MonkeyPatch, windows: tuple[int, ...], remat: str

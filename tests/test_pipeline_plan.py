@@ -210,7 +210,7 @@ class Parts(nnx.Module):
         scale = self.scale[...][None, None] if self.wrong == "layers" else 1.0
         if self.wrong == "loop":
             return x + self.kernels[...].sum()
-        extras = x.mean() if self.wrong == "extras" else None
+        extras = {"extras": x.mean(), "extras of weights": self.kernels[...].mean()}.get(self.wrong)
         body = lambda kernel, x, extras, index, slot: x + jnp.tanh(x @ kernel) * scale  # noqa: E731
         for _ in range(2 if self.wrong == "twice" else 1):
             x = scan_layers(body, x, self.kernels[...], extras, num_layers=4)
@@ -247,7 +247,14 @@ class PartsConfig(BaseModel):
         ("layers", r"the method layers of model\.name='parts' reads scale, but it may read only the stacked blocks"),
         ("loop", r"the method layers of model\.name='parts' must run its stacked blocks by jaxpar\.parallel\.layers\."),
         ("scaled", r"runs on every stage, so that it must give what scan_layers returns; what else it does belongs to"),
-        ("extras", r"runs on every stage, so that it must give scan_layers extras that do not depend on x; what else"),
+        (
+            "extras",
+            r"runs on every stage, so that it must give scan_layers extras that read inputs alone; what else",
+        ),
+        (
+            "extras of weights",
+            r"it must give scan_layers extras that read inputs alone; what else it does belongs",
+        ),
         (
             "twice",
             r"must call scan_layers once, with all stacked blocks; it calls it 2 times, for 4 and 4 layers, and ",
