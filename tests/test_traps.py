@@ -197,7 +197,9 @@ SHARED = {"data": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True}
 SIMPLE = {"norm": "rmsnorm", "post_norms": False, "qkv_bias": False, "logit_softcap": 0.0, "vocab_multiple": 2}
 AUXILIARY = {"z_loss": 0.05, "label_smoothing": 0.3}
 # Valid tokens of each sequence: of the four microbatches of one device the third has none.
-NUM_VALID = [8, 8, 1, 0, 0, 0, 2, 5]
+NUM_VALID = (8, 8, 1, 0, 0, 0, 2, 5)
+DEEP = (("num_layers", 4),)
+STAGES = {"pipe": 2, "data": 1}
 
 
 @dataclass(frozen=True)
@@ -216,16 +218,17 @@ class Gradients:
 def _gradients(layout: tuple = (), rows: tuple = tuple(range(B)), **options: Any) -> Gradients:
     """At the initial parameters, of the sequences `rows` of one batch, whose masks are very different.
 
-    Options: `microbatches`, `stage`, `max_norm`, `precision`, and those of the loss.
+    Options: `microbatches`, `stage`, `max_norm`, `precision`, `pipeline`, `model`, `num_valid`, and those of the loss.
     """
     precision = dict(options.pop("precision", ()))
     train = {"batch_size": len(rows), "microbatches": options.pop("microbatches", 1)}
     train["max_grad_norm"] = options.pop("max_norm", float("inf"))
     parallel = dict(layout or ONE.items()) | {"zero_stage": options.pop("stage", 3)}
-    sections = {"train": train, "precision": precision, "parallel": parallel, "loss": options}
-    plan = _plan(dict(layout) or ONE, sections, **SIMPLE)
+    pipeline, model = dict(options.pop("pipeline", ())), SIMPLE | dict(options.pop("model", ()))
     batch = synthetic_batch(_plan(ONE))
-    batch["loss_mask"] = np.arange(T) < np.array(NUM_VALID)[:, None]
+    batch["loss_mask"] = np.arange(T) < np.array(options.pop("num_valid", NUM_VALID))[:, None]
+    sections = {"train": train, "precision": precision, "parallel": parallel, "pipeline": pipeline, "loss": options}
+    plan = _plan(dict(layout) or ONE, sections, **model)
     rules = guard_rules(plan.config)
     scale = None if rules is None else rules.start().scale
     keys_B = dropout_keys(_plan(ONE), 0)[np.array(rows)]
@@ -234,7 +237,8 @@ def _gradients(layout: tuple = (), rows: tuple = tuple(range(B)), **options: Any
         on_device = {name: jax.device_put(array[list(rows)], plan.batch_sharding) for name, array in batch.items()}
         grads, metrics = jax.jit(make_gradients(plan))(params, on_device, keys_B, scale)
     return Gradients(
-        plan.by_path(jax.device_get(grads)), {name: value.item() for name, value in jax.device_get(metrics).items()}
+        plan.in_layer_order(plan.by_path(jax.device_get(grads))),
+        {name: value.item() for name, value in jax.device_get(metrics).items()},
     )
 
 
@@ -254,8 +258,16 @@ def _assert_close(found: Gradients, expected: Gradients, relative: float = 1e-4)
         ({}, {"microbatches": 4}),
         (SHARED, {"microbatches": 2, "stage": 1}),
         (SHARED, {"microbatches": 2, "stage": 3}),
+        (STAGES, {"pipeline": (("schedule", "1f1b"), ("microbatches", 4))}),
+        (STAGES, {"pipeline": (("schedule", "1f1b"), ("microbatches", 4)), "microbatches": 2}),
     ],
-    ids=["4 microbatches", "2 on a mesh, reduced once", "2 on a mesh, reduced in each"],
+    ids=[
+        "4 microbatches",
+        "2 on a mesh, reduced once",
+        "2 on a mesh, reduced in each",
+        "4 through stages",
+        "4 through stages, twice",
+    ],
 )
 def test_microbatches_with_unequal_masks_have_the_gradient_of_the_whole_batch(
     layout: dict, options: dict, auxiliary: dict
@@ -285,6 +297,36 @@ def test_auxiliary_losses_are_large_enough_to_tell() -> None:
 
 
 FLOAT16 = {"compute": "float16"}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_loss_scaling_and_accumulation_through_stages_are_no_moving_average(microbatches: int) -> None:
+    """Whatever part of the batch comes last weighs as much as the first, and the scale goes out once."""
+    pipeline = (("schedule", "1f1b"), ("microbatches", 4))
+    precision = (("compute", "float16"), ("loss_scale", 1024.0))
+    found = _gradients(tuple(STAGES.items()), pipeline=pipeline, precision=precision, microbatches=microbatches)
+    for path, want in _gradients().by_path.items():
+        difference = np.linalg.norm(found.by_path[path] - want)
+        assert difference < 0.02 * np.linalg.norm(want) + 1e-4, path
+
+
+# One device has the first and the last stage, or it has not.
+@pytest.mark.parametrize("schedule", ["zb_v", "1f1b"])
+def test_a_tied_table_has_the_gradient_of_both_its_uses_once(schedule: str) -> None:
+    tied = (*DEEP, ("tied", True))
+    found = _gradients(tuple(STAGES.items()), model=tied, pipeline=(("schedule", schedule), ("microbatches", 4)))
+    _assert_close(found, _gradients(model=tied))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved_aligned", "zb_v"])
+def test_a_stage_that_a_rank_comes_back_to_keeps_what_it_has_summed(schedule: str) -> None:
+    """Gradients of the first microbatch, in which all valid tokens are, and of the last; the loss does not tell."""
+    pipeline = (("schedule", schedule), ("microbatches", 4))
+    for num_valid in ((8, 8, 0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0, 8, 8)):
+        found = _gradients(tuple(STAGES.items()), pipeline=pipeline, model=DEEP, num_valid=num_valid)
+        _assert_close(found, _gradients(model=DEEP, num_valid=num_valid))
+        for path, gradient in found.by_path.items():
+            assert path.split("/")[0] != "blocks" or all(layer.any() for layer in gradient), path
 
 
 @pytest.mark.parametrize(("scale", "microbatches"), [(1.0, 4), (1024.0, 4), (1024.0, 1)])

@@ -127,7 +127,10 @@ def test_layers_move_between_stages(
     config_of: Callable[..., Config], tmp_path: Path, run_of: Callable[..., Any]
 ) -> None:
     """A run without a pipeline, with two of them, and without again, has the weights and moments of each layer that
-    the run without one has; so have its checkpoints when they are exported."""
+    the run without one has; so have its checkpoints when they are exported.
+
+    A public report: a checkpoint of one stage gave two stages the wrong layers.
+    """
     rest: dict[str, dict[str, Any]] = {
         "model": LAYERS,
         "checkpoint": {"every_steps": 2, "keep": 9},
