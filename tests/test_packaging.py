@@ -17,7 +17,14 @@ from jaxpar.plan import make_plan
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-NUM_DEVICES = {"gpt2_small": 8, "llama3_70b_pipeline": 128, "llama3_8b_fsdp": 64, "quickstart": 8, "qwen3_0.6b": 8}
+NUM_DEVICES = {
+    "gpt2_small": 8,
+    "llama3_70b_pipeline": 128,
+    "llama3_8b_fsdp": 64,
+    "pipeline": 8,
+    "quickstart": 8,
+    "qwen3_0.6b": 8,
+}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
