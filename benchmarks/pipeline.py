@@ -40,12 +40,11 @@ from jaxpar.parallel.layers import REMAT_POLICIES
 from jaxpar.parallel.loss import LossSettings
 from jaxpar.parallel.pipeline.catalogue import SCHEDULES, build_schedule
 from jaxpar.parallel.pipeline.choice import measure
-from jaxpar.parallel.pipeline.divergence import check_branches
 from jaxpar.parallel.pipeline.makespan import Costs, idle_share
 from jaxpar.parallel.pipeline.schedule import Kind, PipelineSchedule
 from jaxpar.parallel.program import memory_table
 from jaxpar.plan import Plan, make_plan
-from jaxpar.step import clipped, dropout_keys, make_gradients, mean_over_tokens
+from jaxpar.step import clipped, dropout_keys, examination, make_gradients, mean_over_tokens
 from jaxpar.verify import TOLERANCE, differences, synthetic_batch
 
 __all__ = ["COMPARED", "SCANS", "Case", "main", "planned", "table_figures"]
@@ -107,7 +106,8 @@ class Program:
             self._compiled = jitted.lower(params, self._batch).compile()
         self.compile_seconds = time.perf_counter() - start
         self.temporary_bytes = memory_table(self._compiled)["temp_bytes"]
-        check_branches(self._compiled.as_text() or "", plan.mesh.shape)
+        if (examine := examination(plan)) is not None:
+            examine(self._compiled)
 
     def results(self) -> dict[str, np.ndarray]:
         """The loss, and every gradient by path, its layers in the model's order."""

@@ -97,7 +97,7 @@ def run_command(
                 "distributed.num_processes (parallel.simulated_devices stands in for devices that are not here)"
             )
         _prepare(config)
-        return command(config, options)
+        return _run(command, config, options)
     except (ConfigError, UserError) as error:
         print(error, file=sys.stderr)
         return USER_ERROR
@@ -107,6 +107,16 @@ def run_command(
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _run(command: Command, config: Config, options: Collection[str]) -> int:
+    """The command, of which one mistake of a user shows only in what is compiled, on all processes alike."""
+    from jaxpar.parallel.pipeline.divergence import WouldHangError
+
+    try:
+        return command(config, options)
+    except WouldHangError as error:
+        raise UserError(str(error)) from error
 
 
 def _run_joined(command: Command, config: Config, options: Collection[str]) -> int:
@@ -126,7 +136,7 @@ def _run_joined(command: Command, config: Config, options: Collection[str]) -> i
             with user_errors():
                 local = config if member is None else local_parallel(config, member.count)
             _prepare(local, is_shown=member is None or member.index == 0)
-            return command(placeless(config), options)
+            return _run(command, placeless(config), options)
         except FailedElsewhereError:
             return USER_ERROR
         except UserError as error:

@@ -26,7 +26,7 @@ from jaxpar.parallel.program import memory_table
 from jaxpar.pipeline_plan import PipelinePlan
 from jaxpar.plan import Plan, make_plan
 from jaxpar.state import abstract_state
-from jaxpar.step import Step, abstract_batch
+from jaxpar.step import Step, abstract_batch, examination
 from jaxpar.traffic import ExpectedTraffic, expected_traffic
 
 __all__ = ["compile_step", "main"]
@@ -47,7 +47,10 @@ def compile_step(plan: Plan, options: Mapping[str, str | bool] | None = None) ->
     # Outside the mesh: Optax computes a scalar, which devices that are only described cannot.
     state = abstract_state(plan, step.optimizer)
     with plan.execution.active():
-        return step.train.lower(state, abstract_batch(plan)).compile(compiler_options=dict(options or {}))
+        compiled = step.train.lower(state, abstract_batch(plan)).compile(compiler_options=dict(options or {}))
+    if (examine := examination(plan)) is not None:
+        examine(compiled)
+    return compiled
 
 
 def _inspect(config: Config, flags: Collection[str]) -> int:

@@ -1,7 +1,7 @@
 """A model in the parts of which stages are made: what it must be for that, and what each part costs and keeps."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from flax import nnx
 from jaxpar.config.schema import Config
 from jaxpar.parallel.constrain import Execution, recorded_calls
 from jaxpar.parallel.layers import StageLayers, layers_left_out, stage_layers
+from jaxpar.parallel.loss import FactoredLogits
 from jaxpar.parallel.pipeline.backward import CutVjp, SplitBackward, passes_through, reads
 from jaxpar.parallel.pipeline.choice import SlotSizes
 from jaxpar.parallel.pipeline.partition import Work
@@ -59,6 +60,7 @@ class ModelParts:
         params, inputs = self.abstract_params, self._inputs
         with replace(self.execution, attention="reference").active(), recorded_calls() as calls:
             x = jax.eval_shape(self._embed, params, inputs)
+            logits = jax.eval_shape(self._head, params, x)
             read = {
                 "embed": reads(self._embed, params, inputs),
                 "layers": reads(self._layers, params, x, inputs),
@@ -70,6 +72,7 @@ class ModelParts:
             )
         with replace(self.execution, attention="reference").active():
             self._check_layers_alone(f"{pipe}: the method layers of {name}", x)
+        self._check_ends(f"{pipe} with {{split}}: the method {{part}} of {name}", read["embed"], calls, logits)
         for part, flags in read.items():
             for path, is_read in zip(axes, flags, strict=True):
                 if is_read and is_stacked(axes[path]) != (part == "layers"):
@@ -78,6 +81,29 @@ class ModelParts:
                         f"{pipe}: the method {part} of {name} reads {path}, but it may read {where}, since the others "
                         "are not where it runs"
                     )
+
+    def _check_ends(self, what: str, read_by_embed: Sequence[bool], calls: Collection[str], logits: Any) -> None:
+        """One rank alone runs them, and what the compiler makes of other products and lookups in split tables may wait
+        for others, or be more than it can partition."""
+
+        def split(*names: str) -> list[str]:
+            axes = {axis for name in names for axis in self.execution.params[name]}
+            sizes = {} if self.execution.mesh is None else self.execution.mesh.shape
+            return [f"parallel.{axis}={sizes[axis]}" for axis in sorted(axes) if sizes[axis] > 1]
+
+        reads_table = any(
+            is_read and "vocab" in names for is_read, names in zip(read_by_embed, self.axes.values(), strict=True)
+        )
+        if reads_table and "lookup" not in calls and (splitting := split("vocab", "embed")):
+            raise ValueError(
+                f"{what.format(split=' × '.join(splitting), part='embed')} must look tokens up by "
+                "jaxpar.parallel.embedding.lookup, since the table is split"
+            )
+        if not isinstance(logits, FactoredLogits) and (splitting := split("vocab")):
+            raise ValueError(
+                f"{what.format(split=' × '.join(splitting), part='head')} must return "
+                "jaxpar.parallel.loss.FactoredLogits, since the vocabulary is split"
+            )
 
     def work_of_ends(self) -> Work:
         """Embedding and head in layers, by multiplications and additions for a token: a layer's matrices count their

@@ -120,7 +120,8 @@ def examination(plan: Plan) -> Callable[[jax.stages.Compiled], None] | None:
     """What looks at a compiled pipeline before it runs, for it might hang without a word; None with one stage."""
     if plan.pipeline is None:
         return None
-    return lambda compiled: check_branches(compiled.as_text() or "", plan.mesh.shape)
+    aligned = plan.pipeline.schedule.aligned
+    return lambda compiled: check_branches(compiled.as_text() or "", plan.mesh.shape, aligned=aligned)
 
 
 def _evaluation_loss(plan: Plan) -> Callable[[Params, Batch], jax.Array]:

@@ -14,6 +14,7 @@ import pytest
 from jaxpar import backend, command_line
 from jaxpar.command_line import Stopped, StopSignals, UserError, run_command, user_errors
 from jaxpar.config import Config, load_config
+from jaxpar.parallel.pipeline.divergence import WouldHangError
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -84,6 +85,16 @@ def test_errors_of_the_checks_are_the_users_and_others_are_faults(
         run(QUICKSTART, command=breaks)
     with pytest.raises(UserError, match=r"No such file.*nothing\.txt"), user_errors():
         Path("nothing.txt").read_text()
+
+
+def test_a_pipeline_that_would_hang_is_the_users_error(run: Callable[..., int], capsys: pytest.CaptureFixture) -> None:
+    """It shows in the compiled program only."""
+
+    def compiles(config: Config, flags: Collection[str]) -> int:
+        raise WouldHangError("the compiled pipeline would hang")
+
+    assert run(QUICKSTART, command=compiles) == 2
+    assert capsys.readouterr().err == "the compiled pipeline would hang\n"
 
 
 def test_ctrl_c_leaves_without_a_traceback(run: Callable[..., int], capsys: pytest.CaptureFixture) -> None:

@@ -11,10 +11,15 @@ from flax import nnx
 from pydantic import BaseModel
 
 from jaxpar.config import Config
+from jaxpar.inspect import compile_step
 from jaxpar.memory import state_parts
 from jaxpar.models import TransformerConfig
+from jaxpar.parallel.constrain import constrain
+from jaxpar.parallel.embedding import lookup
 from jaxpar.parallel.layers import scan_layers
+from jaxpar.parallel.loss import FactoredLogits
 from jaxpar.parallel.pipeline.catalogue import build_schedule
+from jaxpar.parallel.pipeline.divergence import WouldHangError
 from jaxpar.parallel.pipeline.table_file import write_table
 from jaxpar.plan import Plan, make_plan
 from jaxpar.state import optimizer_of
@@ -193,6 +198,9 @@ def test_what_cannot_be_is_refused(case: tuple[dict, dict, str]) -> None:
         plan_of(keys, **sections)
 
 
+RESIDUAL = ("batch", "residual_sequence", "embed")
+
+
 class Parts(nnx.Module):
     """A model of one's own in parts, of which one may read what is not its own."""
 
@@ -204,6 +212,8 @@ class Parts(nnx.Module):
         self.kernels = nnx.Param(rngs.params.normal((4, 8, 8)), out_sharding=axes)
 
     def embed(self, inputs: Any, dropout_keys: Any = None) -> jax.Array:
+        if self.wrong in ("head", "roll"):
+            return lookup(self.table[...], inputs["tokens"], "vocab")
         return self.table[...][inputs["tokens"]] * (self.kernels[...].sum() if self.wrong == "embed" else 1.0)
 
     def layers(self, x: jax.Array, inputs: Any, dropout_keys: Any = None) -> jax.Array:
@@ -211,13 +221,21 @@ class Parts(nnx.Module):
         if self.wrong == "loop":
             return x + self.kernels[...].sum()
         extras = {"extras": x.mean(), "extras of weights": self.kernels[...].mean()}.get(self.wrong)
-        body = lambda kernel, x, extras, index, slot: x + jnp.tanh(x @ kernel) * scale  # noqa: E731
+        roll = (
+            (lambda x: constrain(jnp.roll(constrain(x, RESIDUAL), 1, axis=1), RESIDUAL))
+            if self.wrong == "roll"
+            else jnp.tanh
+        )
+        body = lambda kernel, x, extras, index, slot: x + roll(x @ kernel) * scale  # noqa: E731
         for _ in range(2 if self.wrong == "twice" else 1):
             x = scan_layers(body, x, self.kernels[...], extras, num_layers=4)
         return 2.0 * x if self.wrong == "scaled" else x
 
     def head(self, x: jax.Array) -> jax.Array:
-        return (x * self.scale[...][None, None]) @ self.table[...].T
+        x = x * self.scale[...][None, None]
+        if self.wrong == "roll":
+            return FactoredLogits(x, self.table[...].T, 100)
+        return x @ self.table[...].T
 
     def __call__(self, inputs: Any, *, dropout_keys: Any = None) -> jax.Array:
         return self.head(self.layers(self.embed(inputs), inputs))
@@ -266,6 +284,39 @@ class PartsConfig(BaseModel):
 def test_a_model_that_cannot_be_cut_is_refused(wrong: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_of(None, PartsConfig(wrong=wrong))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "layout", "message"),
+    [
+        (
+            "",
+            {"tensor": 2},
+            r"^parallel\.pipe=4 with parallel\.tensor=2: the method embed of model\.name='parts' must look",
+        ),
+        (
+            "",
+            {"fsdp": 2},
+            r"^parallel\.pipe=4 with parallel\.fsdp=2: the method embed .* must look tokens up by jaxpar\.",
+        ),
+        (
+            "head",
+            {"tensor": 2},
+            r"with parallel\.tensor=2: the method head of model\.name='parts' must return jaxpar\.p",
+        ),
+    ],
+)
+def test_plain_lookups_and_products_in_a_split_table_are_refused(wrong: str, layout: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_of({"schedule": "1f1b"}, PartsConfig(wrong=wrong), parallel={"pipe": 4} | layout)
+
+
+def test_what_the_compiler_makes_of_layers_is_examined_before_it_runs() -> None:
+    """A roll along a split dim is a collective-permute."""
+    keys, layout = {"schedule": "1f1b"}, {"pipe": 4, "tensor": 2, "sequence_parallel": True}
+    plan = plan_of(keys, PartsConfig(wrong="roll"), parallel=layout)
+    with pytest.raises(WouldHangError, match=r"would hang: .*; for a collective of a layer set an aligned schedule"):
+        compile_step(plan)
 
 
 def test_a_model_of_ones_own_in_parts_is_cut() -> None:

@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.constrain import Execution, constrain_stored, current_execution, reduction_format
+from jaxpar.parallel.constrain import Execution, constrain_stored, current_execution, record_call, reduction_format
 from jaxpar.parallel.manual import active_axes, axis_index, device_by_device, reduced, spec_of
 
 __all__ = ["lookup"]
@@ -22,6 +22,7 @@ __all__ = ["lookup"]
 def lookup(table_VD: jax.Array, indices_BT: jax.Array, rows: str) -> jax.Array:
     """The rows [B, T, D] of the stored table, laid out like the residual stream; `rows` is the logical axis of its
     rows."""
+    record_call("lookup")
     return _lookup(rows, table_VD, indices_BT)
 
 
