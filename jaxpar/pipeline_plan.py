@@ -302,6 +302,11 @@ def _notes(
         f"pipeline: predicted time {found.slowdown:.2f} × the work of the busiest rank; a rank has room for "
         f"{found.held:.4g} microbatches' activations",
     ]
+    if geometry.num_microbatches < geometry.num_ranks:
+        notes.append(
+            f"pipeline: fewer microbatches than ranks, so that some always wait: train.batch_size="
+            f"{config.train.batch_size} and pipeline.microbatches could be larger"
+        )
     if geometry.split:
         notes.append(
             f"pipeline: from its input's to its weights' gradients {schedule.name} keeps of a microbatch as much as "

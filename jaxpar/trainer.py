@@ -29,6 +29,7 @@ from jaxpar.metrics import Progress, Throughput, Writer, find_peak, make_writers
 from jaxpar.parallel.agreement import of_the_first
 from jaxpar.parallel.dispatch import start_alone
 from jaxpar.parallel.feeding import from_own_rows, from_whole, own_rows
+from jaxpar.parallel.pipeline.table_file import dump_table
 from jaxpar.plan import Plan
 from jaxpar.resume import find_start, stored_config
 from jaxpar.run_directory import write_whole
@@ -93,6 +94,7 @@ class Trainer:
             opened.callback(self._batches.close)
             if jax.process_index() == 0:
                 write_whole(run_dir / "config.toml", self._config)
+                _write_schedule(plan, run_dir / "pipeline_schedule.txt")
                 self._writers = make_writers(
                     run_dir,
                     tensorboard=config.logging.tensorboard,
@@ -325,6 +327,14 @@ class Trainer:
                 shown.append(f"{values['eval/bits_per_byte']:.4f} bits per byte")
             progress.message(f"step {step}: held-out loss {', '.join(shown)}")
         return values
+
+
+def _write_schedule(plan: Plan, path: Path) -> None:
+    """The table of the run's stages, for one of the user's own is but a path in the configuration."""
+    if plan.pipeline is not None:
+        write_whole(path, dump_table(plan.pipeline.schedule))
+    else:
+        path.unlink(missing_ok=True)
 
 
 def evaluate(

@@ -66,6 +66,12 @@ def test_auto_takes_the_fastest_that_fits(keys: dict, remat: str, name: str, chu
     assert pipeline.notes[0].startswith(f"pipeline: {name} (the ")
 
 
+def test_too_few_microbatches_are_pointed_out() -> None:
+    notes = pipeline_of({"schedule": "gpipe"}, train={"batch_size": 4}).notes
+    assert any("fewer microbatches than ranks" in note and "train.batch_size=4" in note for note in notes)
+    assert not any("fewer microbatches" in note for note in pipeline_of({"schedule": "gpipe"}).notes)
+
+
 def test_a_batch_is_cut_into_up_to_four_parts_for_each_stage() -> None:
     assert pipeline_of().num_microbatches == 16
     assert pipeline_of(train={"batch_size": 32, "microbatches": 2}).num_microbatches == 8

@@ -12,6 +12,7 @@ from jaxpar import checkpoints
 from jaxpar.checkpoint_store import CheckpointStore
 from jaxpar.config import Config
 from jaxpar.export import export_parameters
+from jaxpar.parallel.pipeline.table_file import read_table
 
 TRAIN = {"num_steps": 9, "batch_size": 4, "ema_decay": 0.5, "on_nonfinite": "skip"}
 # Each stage's layout, and the padding of a vocabulary of 257 that follows from `tensor`.
@@ -138,8 +139,11 @@ def test_layers_move_between_stages(
     }
     straight = run_of(_config(config_of, tmp_path / "stayed", BEFORE, rest))
     moves = ({}, *STAGES.values(), {})
+    table, tables = tmp_path / "moved/pipeline_schedule.txt", []
     for layout, kill_after in zip(moves, (3, 5, 7, 0), strict=True):
         moved = run_of(_config(config_of, tmp_path / "moved", BEFORE, layout, rest), kill_after=kill_after)
+        tables.append(read_table(table).name if table.exists() else "")
+    assert tables == ["", "interleaved_aligned", "1f1b_aligned", ""]
     assert [event["step"] for event in moved.events if event["event"] == "restore"] == [2, 4, 6]
     assert not [event for event in moved.events if event["event"] in ("damaged checkpoint", "fallback")]
     for found, expected in zip(moved.lines, straight.lines, strict=True):
