@@ -49,9 +49,11 @@ def cases() -> list[Any]:
 
 
 def assert_same(found: Any, expected: Any, tolerance: float) -> None:
+    """Rounding grows from step to step."""
     for step, (got, want) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
+        rtol = tolerance * (1 + 0.25 * step)
         for metric in ("loss", "grad_norm", "objective"):
-            np.testing.assert_allclose(got[metric], want[metric], rtol=tolerance, err_msg=f"{metric} of step {step}")
+            np.testing.assert_allclose(got[metric], want[metric], rtol=rtol, err_msg=f"{metric} of step {step}")
     for what, arrays, wanted in (
         ("gradient", found.gradients, expected.gradients),
         ("parameter", found.params, expected.params),
