@@ -104,7 +104,7 @@ def choose_schedule(
         if only_aligned and not schedule.aligned:
             refused = "ranks run different kinds of task in one tick"
         elif max_in_flight is not None and measured.held > max_in_flight:
-            refused = f"it keeps {measured.held:.4g} activations, more than {max_in_flight:g}"
+            refused = f"it keeps {measured.held:.4g} activations, more than max_in_flight={max_in_flight:g}"
         candidates.append(Candidate(name, num_chunks, measured, refused))
     candidates.sort(key=_rank_of)
     if not candidates or candidates[0].refused or candidates[0].measured is None:
@@ -162,6 +162,6 @@ def _nothing_fits(
     least = min(too_large, key=lambda candidate: candidate.measured.held)  # type: ignore[union-attr]
     assert least.measured is not None
     return (
-        f"{start}: every schedule keeps more activations of a stage than {max_in_flight:g}; the least is "
+        f"{start}: every schedule keeps more activations of a stage than max_in_flight={max_in_flight:g}; the least is "
         f'{least.measured.held:.4g}, with pipeline.schedule="{least.name}" and pipeline.chunks={least.num_chunks}'
     )

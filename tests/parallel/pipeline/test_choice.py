@@ -54,8 +54,8 @@ def test_every_candidate_has_its_numbers_or_its_reason() -> None:
     assert first.measured.schedule == choice.schedule
     assert choice.schedule.name == "1f1b"
     assert found["1f1b", 1].refused == ""
-    assert found["gpipe", 1].refused == "it keeps 6 activations, more than 4"
-    assert found["zb_h1", 1].refused == "it keeps 8 activations, more than 4"
+    assert found["gpipe", 1].refused == "it keeps 6 activations, more than max_in_flight=4"
+    assert found["zb_h1", 1].refused == "it keeps 8 activations, more than max_in_flight=4"
     assert found["interleaved", 3].measured is None
     assert found["interleaved", 3].refused.startswith("pipeline.microbatches=6 must be a multiple of parallel.pipe=4")
     assert found["zb_h2", 1].refused.startswith("pipeline.microbatches=6 is too few")
@@ -83,9 +83,9 @@ def test_a_measured_schedule_counts_what_a_program_for_all_ranks_has_room_for() 
     ("arguments", "options", "message"),
     [
         ((4, 8, (1, 2)), {"max_in_flight": 0.5}, 'pipeline.schedule="auto": every schedule keeps more activations of a '
-         'stage than 0.5; the least is 1, with pipeline.schedule="naive" and pipeline.chunks=1'),
-        ((4, 8, (2,)), {"max_in_flight": 5}, "every schedule keeps more activations of a stage than 5; the least is "
-         '5.5, with pipeline.schedule="interleaved_aligned" and pipeline.chunks=2'),
+         'stage than max_in_flight=0.5; the least is 1, with pipeline.schedule="naive" and pipeline.chunks=1'),
+        ((4, 8, (2,)), {"max_in_flight": 5}, "every schedule keeps more activations of a stage than max_in_flight=5; "
+         'the least is 5.5, with pipeline.schedule="interleaved_aligned" and pipeline.chunks=2'),
         ((4, 3, (2,)), {}, 'pipeline.schedule="auto" finds none; interleaved with 2 chunks: pipeline.microbatches=3 '
          "must be a multiple of parallel.pipe=4"),
         ((4, 8, ()), {}, 'pipeline.schedule="auto": no schedule has no chunks'),
