@@ -8,8 +8,8 @@ scatters their gradients.
 Each device has two chunks of the sequence (`jaxpar.parallel.sequence_order`), so that against any block of another
 device it has the same work: either all its queries see the block's earlier chunk, or its later queries see both.
 
-Shapes as in `jaxpar.parallel.attention.tiles`; all arrays are one device's part, unless they are arguments of
-`ring_attention`.
+Shapes as in `jaxpar.parallel.attention.tiles`; all arrays are one device's part, except the arguments of
+`ring_attention` and the segment ids, which every device has of all columns.
 """
 
 import math
@@ -38,7 +38,7 @@ from jaxpar.parallel.attention.tiles import (
     with_gradients,
     with_tiles,
 )
-from jaxpar.parallel.constrain import current_execution
+from jaxpar.parallel.constrain import constrain, current_execution
 from jaxpar.parallel.manual import active_axes, axis_index, device_by_device, spec_of
 
 __all__ = ["ring_attention"]
@@ -72,7 +72,9 @@ def ring_attention(
     even_block = math.ceil(chunk / math.ceil(chunk / block))
     form = Form(window, softcap, scale, even_block, skips=True)
     shared = _Shared(form, axes, num_devices, chunk, gathers)
-    return _attend(shared, q_BTKGN, k_BTKN, v_BTKN, segment_ids_BT)
+    # Segment ids do not travel: to gather these few bytes is one message, the same for all layers.
+    segments = None if segment_ids_BT is None else constrain(segment_ids_BT, ("batch", None))
+    return _attend(shared, q_BTKGN, k_BTKN, v_BTKN, segments)
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,10 @@ class _Shared:
 
 
 class _Block(NamedTuple):
-    """A device's keys and values as they travel, [B, S, K, N], and segments [B, S]."""
+    """A device's keys and values as they travel, [B, S, K, N]."""
 
     k: jax.Array
     v: jax.Array
-    segments: jax.Array | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -114,7 +115,7 @@ def _forward(
     local = device_by_device(
         current_execution(),
         partial(_local_forward, of),
-        in_specs=(specs["q"], specs["kv"], specs["kv"], specs["tokens"]),
+        in_specs=(specs["q"], specs["kv"], specs["kv"], specs["segments"]),
         out_specs=(specs["q"], specs["lse"]),
     )
     out, lse = local(q, k, v, segments)
@@ -129,7 +130,7 @@ def _backward(of: _Shared, residuals: tuple, dout: jax.Array) -> tuple:
     local = device_by_device(
         current_execution(),
         partial(_local_backward, of),
-        in_specs=(specs["q"], specs["kv"], specs["kv"], specs["tokens"], specs["q"], specs["lse"], specs["q"]),
+        in_specs=(specs["q"], specs["kv"], specs["kv"], specs["segments"], specs["q"], specs["lse"], specs["q"]),
         out_specs=(specs["q"], specs["kv"], specs["kv"]),
     )
     return *local(*residuals, dout), None
@@ -144,7 +145,7 @@ def _specs(q_BTKGN: jax.Array, k_BTKN: jax.Array) -> dict[str, PartitionSpec]:
     shapes = {
         "q": (q_BTKGN.shape, ("batch", "sequence", "heads", None, "head_dim")),
         "kv": (k_BTKN.shape, ("batch", "sequence", "heads", "head_dim")),
-        "tokens": ((B, T), ("batch", "sequence")),
+        "segments": ((B, T), ("batch", None)),
         "lse": ((B, K, G, T), ("batch", "heads", None, "sequence")),
     }
     table = execution.activations
@@ -155,14 +156,14 @@ def _local_forward(
     of: _Shared, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, K, G, N], and log-sum-exp [B, K, G, T]."""
-    me, own = axis_index(of.axes), _Block(k, v, segments)
+    me, own = axis_index(of.axes), _Block(k, v)
     queries = _queries(of, q, segments, me)
 
     def seeing(before: Partial, block: _Block, hops: jax.Array | int) -> Partial:
-        return with_tiles(of.form, _tiles(of, me, hops), queries, _keys(of, block, me, hops), before)
+        return with_tiles(of.form, _tiles(of, me, hops), queries, _keys(of, block, segments, me, hops), before)
 
     def first(block: _Block) -> Partial:
-        return with_tiles(of.form, _own_tiles(of), queries, _keys(of, block, me, 0), nothing_seen(queries))
+        return with_tiles(of.form, _own_tiles(of), queries, _keys(of, block, segments, me, 0), nothing_seen(queries))
 
     if of.gathers:
         blocks = _gathered(of, own)
@@ -196,13 +197,13 @@ def _local_backward(
     lse: jax.Array,
     dout: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    me, own = axis_index(of.axes), _Block(k, v, segments)
+    me, own = axis_index(of.axes), _Block(k, v)
     queries = _queries(of, q, segments, me)
     delta = jnp.einsum("btkg->bkgt", jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1))
     rows = Rows(*(_filled(of, x, axis=3) for x in (by_head(dout), lse, delta)))
 
     def adding(tiles: Tiles, dq: jax.Array, block: _Block, hops: jax.Array | int) -> tuple[jax.Array, _Gradient]:
-        keys = _keys(of, block, me, hops)
+        keys = _keys(of, block, segments, me, hops)
         start = no_gradients(queries, keys)._replace(dq_BKGTN=dq)
         found = with_gradients(of.form, tiles, queries, rows, keys, start)
         return found.dq_BKGTN, _Gradient(*(_without_filling(of, x, axis=3) for x in found[1:]))
@@ -285,16 +286,23 @@ def _at(blocks: _Block, device: jax.Array) -> _Block:
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, device, keepdims=False), blocks)
 
 
-def _queries(of: _Shared, q_BTKGN: jax.Array, segments_BT: jax.Array | None, me: jax.Array | int) -> Queries:
-    segments = None if segments_BT is None else _filled(of, segments_BT, axis=1)
-    return Queries(_filled(of, by_head(q_BTKGN), axis=3), _places(of, me), segments)
+def _queries(of: _Shared, q_BTKGN: jax.Array, segments: jax.Array | None, me: jax.Array | int) -> Queries:
+    return Queries(_filled(of, by_head(q_BTKGN), axis=3), _places(of, me), _segments_of(of, segments, me))
 
 
-def _keys(of: _Shared, block: _Block, me: jax.Array | int, hops: jax.Array | int) -> Keys:
+def _keys(of: _Shared, block: _Block, segments: jax.Array | None, me: jax.Array | int, hops: jax.Array | int) -> Keys:
     """A block that comes from `hops` devices back."""
     k, v = (_filled(of, by_head(x), axis=2) for x in (block.k, block.v))
-    segments = None if block.segments is None else _filled(of, block.segments, axis=1)
-    return Keys(k, v, _places(of, (me - hops) % of.num_devices), segments)
+    device = (me - hops) % of.num_devices
+    return Keys(k, v, _places(of, device), _segments_of(of, segments, device))
+
+
+def _segments_of(of: _Shared, segments: jax.Array | None, device: jax.Array | int) -> jax.Array | None:
+    """A device's part of the segment ids of all columns [B, columns]."""
+    if segments is None:
+        return None
+    own = jax.lax.dynamic_slice_in_dim(segments, device * 2 * of.chunk, 2 * of.chunk, axis=1)
+    return _filled(of, own, axis=1)
 
 
 def _places(of: _Shared, device: jax.Array | int) -> jax.Array:
