@@ -190,7 +190,8 @@ def _pipeline(plan: Plan) -> Iterator[ExpectedTraffic]:
 
 def _context(plan: Plan) -> Iterator[ExpectedTraffic]:
     """What brings queries and keys of a shared sequence together in each layer; and once a step the batch's columns
-    are put in order, and the segment ids gathered (by compilers that take what all layers share out of their loop)."""
+    are put in order, and the segment ids gathered (by compilers that take what all layers share out of their loop; in a
+    pipeline's forward and again in its backward tasks)."""
     config, shape = plan.config, plan.mesh.shape
     dims = config.model.dims(plan.vocab_size)  # type: ignore[attr-defined]
     sequences, length = _tokens(plan)
@@ -209,7 +210,7 @@ def _context(plan: Plan) -> Iterator[ExpectedTraffic]:
     element_sizes = {name: array.dtype.itemsize for name, array in abstract_batch(plan).items()}
     if config.data.document_boundaries == "ignore":
         element_sizes["segment_ids"] = 0
-    token_bytes = {"segment ids": element_sizes["segment_ids"]}
+    token_bytes = {"segment ids": element_sizes["segment_ids"] * (1 if plan.pipeline is None else 2)}
     if method in ZIGZAG_METHODS:
         token_bytes["the batch in order"] = sum(element_sizes.values())
     for purpose, num_bytes in token_bytes.items():
