@@ -122,6 +122,9 @@ def with_tiles(form: Form, tiles: Tiles, queries: Queries, keys: Keys, before: P
     A query whose first tiles show it nothing has a finite but meaningless output, until a tile that does: its
     log-sum-exp then outweighs what was there by so much that nothing of it is left.
     """
+    # Where layers are scanned, JAX takes what does not depend on the layer out of that loop when it differentiates: the
+    # masks of all tiles at once, quadratic in the sequence. Behind the barrier they depend on the queries.
+    queries, keys, tiles = jax.lax.optimization_barrier((queries, keys, Tiles(*map(jnp.asarray, tiles))))
 
     def step(carry: Partial, tile: Tiles) -> tuple[Partial, None]:
         def merged() -> Partial:
@@ -135,7 +138,7 @@ def with_tiles(form: Form, tiles: Tiles, queries: Queries, keys: Keys, before: P
 
         return _unless_skipped(form, queries, keys, tile, merged, carry), None
 
-    return jax.lax.scan(step, before, Tiles(*map(jnp.asarray, tiles)))[0]
+    return jax.lax.scan(step, before, tiles)[0]
 
 
 def with_gradients(form: Form, tiles: Tiles, queries: Queries, rows: Rows, keys: Keys, before: Gradients) -> Gradients:
