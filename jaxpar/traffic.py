@@ -37,9 +37,11 @@ from jaxpar.parallel.pipeline.tick_loops import num_transfers
 from jaxpar.parallel.rules import Table, is_stacked, is_vector, resolve
 from jaxpar.parallel.sequence_order import ZIGZAG_METHODS
 from jaxpar.plan import Parameter, Plan
-from jaxpar.step import abstract_batch
 
 __all__ = ["ExpectedTraffic", "expected_traffic"]
+
+_TOKEN_BYTES = 3 * 4 + 1
+"""Of a token in the batch: itself, its target and its position in int32, and whether it counts."""
 
 
 @dataclass(frozen=True)
@@ -207,12 +209,10 @@ def _context(plan: Plan) -> Iterator[ExpectedTraffic]:
     num_layers = _num_layers(plan)
     yield from _over(("context",), f"attention ({method}) of {num_layers} layers", layer, _passes(plan) * num_layers)
     tokens = sequences * _passes(plan) * length * size
-    element_sizes = {name: array.dtype.itemsize for name, array in abstract_batch(plan).items()}
-    if config.data.document_boundaries == "ignore":
-        element_sizes["segment_ids"] = 0
-    token_bytes = {"segment ids": element_sizes["segment_ids"] * (1 if plan.pipeline is None else 2)}
+    segment_bytes = 4 if config.data.document_boundaries == "respect" else 0
+    token_bytes = {"segment ids": segment_bytes * (1 if plan.pipeline is None else 2)}
     if method in ZIGZAG_METHODS:
-        token_bytes["the batch in order"] = sum(element_sizes.values())
+        token_bytes["the batch in order"] = _TOKEN_BYTES + segment_bytes
     for purpose, num_bytes in token_bytes.items():
         gathered = gathered_parameters(tokens, size, element_bytes=num_bytes)
         yield from _over(("context",), purpose, gathered)
