@@ -122,11 +122,8 @@ def with_tiles(form: Form, tiles: Tiles, queries: Queries, keys: Keys, before: P
     A query whose first tiles show it nothing has a finite but meaningless output, until a tile that does: its
     log-sum-exp then outweighs what was there by so much that nothing of it is left.
     """
-    # Where layers are scanned, JAX takes what does not depend on the layer out of that loop when it differentiates: the
-    # masks of all tiles at once, quadratic in the sequence. Behind the barrier they depend on the queries.
-    queries, keys, tiles = jax.lax.optimization_barrier((queries, keys, Tiles(*map(jnp.asarray, tiles))))
 
-    def step(carry: Partial, tile: Tiles) -> tuple[Partial, None]:
+    def step(carry: Partial, tile: Tiles) -> Partial:
         def merged() -> Partial:
             k, v = (_cut(x, tile.key, form.block, axis=2) for x in (keys.k_BKSN, keys.v_BKSN))
             q = _cut(queries.q_BKGTN, tile.query, form.block, axis=3)
@@ -136,15 +133,15 @@ def with_tiles(form: Form, tiles: Tiles, queries: Queries, keys: Keys, before: P
             out = old_out * jnp.exp(old_lse - lse)[..., None] + new_out * jnp.exp(new_lse - lse)[..., None]
             return Partial(*(_put(x, part, tile.query) for x, part in zip(carry, (out, lse), strict=True)))
 
-        return _unless_skipped(form, queries, keys, tile, merged, carry), None
+        return _unless_skipped(form, queries, keys, tile, merged, carry)
 
-    return jax.lax.scan(step, before, tiles)[0]
+    return _one_by_one(step, before, tiles)
 
 
 def with_gradients(form: Form, tiles: Tiles, queries: Queries, rows: Rows, keys: Keys, before: Gradients) -> Gradients:
     """`before` with what these tiles add."""
 
-    def step(carry: Gradients, tile: Tiles) -> tuple[Gradients, None]:
+    def step(carry: Gradients, tile: Tiles) -> Gradients:
         def added() -> Gradients:
             k, v = (_cut(x, tile.key, form.block, axis=2) for x in (keys.k_BKSN, keys.v_BKSN))
             q, *of_rows = (_cut(x, tile.query, form.block, axis=3) for x in (queries.q_BKGTN, *rows))
@@ -152,9 +149,24 @@ def with_gradients(form: Form, tiles: Tiles, queries: Queries, rows: Rows, keys:
             places = ((tile.query, 3), (tile.key, 3), (tile.key, 3))
             return Gradients(*(_add_at(x, part, *place) for x, part, place in zip(carry, parts, places, strict=True)))
 
-        return _unless_skipped(form, queries, keys, tile, added, carry), None
+        return _unless_skipped(form, queries, keys, tile, added, carry)
 
-    return jax.lax.scan(step, before, Tiles(*map(jnp.asarray, tiles)))[0]
+    return _one_by_one(step, before, tiles)
+
+
+def _one_by_one(step: Callable[[Any, Tiles], Any], before: Any, tiles: Tiles) -> Any:
+    """`step` with each tile in turn.
+
+    Not a scan: where layers are scanned and differentiated, JAX takes out of that loop what does not depend on the
+    layer, and of a scan it can take a part. That would be the masks, of all tiles at once: quadratic in the sequence.
+    """
+    queries, keys = map(jnp.asarray, tiles)
+
+    def body(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        index, carry = state
+        return index + 1, step(carry, Tiles(queries[index], keys[index]))
+
+    return jax.lax.while_loop(lambda state: state[0] < len(queries), body, (jnp.int32(0), before))[1]
 
 
 def _scores(form: Form, q_BKGTN: jax.Array, k_BKSN: jax.Array) -> jax.Array:
