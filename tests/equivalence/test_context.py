@@ -1,6 +1,7 @@
 """Devices that share a sequence compute what one device computes, by every method: loss, every gradient, five
 steps."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jaxpar.step import Step
 from jaxpar.verify import synthetic_batch
 
 VOCAB_SIZE = 250
+EXHAUSTIVE = pytest.mark.exhaustive
 METHODS = ("ring", "all_gather", "ulysses")
 LAYOUTS = {
     "alone": {"context": 8},
@@ -24,12 +26,38 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("method", METHODS)
-def test_a_shared_sequence_equals_one_device(method, layout, reference, layout_run, assert_same):
+ALWAYS = {
+    ("ring", "alone"),
+    ("ring", "tensor and its sequences"),
+    ("all_gather", "tensor"),
+    ("all_gather", "fsdp"),
+    ("ulysses", "alone"),
+    ("ulysses", "data"),
+    ("ulysses", "tensor and its sequences"),
+    ("ring", "windows, caps, one head"),
+    ("all_gather", "windows, caps, one head"),
+    ("ulysses", "windows, caps, one head"),
+    ("ring", "learned positions"),
+    ("ring", "once a step"),
+    ("ulysses", "recomputed"),
+    ("ring", "unrolled"),
+}
+"""Every method with every axis or setting that it might break; `make test-exhaustive` runs the rest."""
+
+
+def cases(names: Iterable[str]) -> list[Any]:
+    return [
+        pytest.param(method, name, id=f"{method}-{name}", marks=[] if (method, name) in ALWAYS else [EXHAUSTIVE])
+        for method in METHODS
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(("method", "name"), cases(LAYOUTS))
+def test_a_shared_sequence_equals_one_device(method, name, reference, layout_run, assert_same):
     """Two key/value heads: for "ulysses" each is repeated. Chunks are not whole tiles."""
     kernels = {"attention_block": 3}
-    assert_same(layout_run("llama", layout | {"context_method": method}, kernels=kernels), reference("llama"))
+    assert_same(layout_run("llama", LAYOUTS[name] | {"context_method": method}, kernels=kernels), reference("llama"))
 
 
 OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -45,10 +73,9 @@ OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("method", METHODS)
-def test_other_models_and_settings_equal_one_device(method, case, reference, layout_run, assert_same):
-    model, layout, sections = case
+@pytest.mark.parametrize(("method", "name"), cases(OTHERS))
+def test_other_models_and_settings_equal_one_device(method, name, reference, layout_run, assert_same):
+    model, layout, sections = OTHERS[name]
     assert_same(layout_run(model, layout | {"context_method": method}, **sections), reference(model))
 
 
