@@ -81,6 +81,16 @@ def test_bytes_of_shared_sequences_equal_the_formulas(case, config_for):
     assert_bytes_equal_the_formulas(*compiled(config_for(model, layout | {"context_method": method}, **sections)))
 
 
+def test_a_ring_in_stages_sends_the_formula_for_each_tick(config_for):
+    """Idle ranks of an aligned schedule send as if they had a task: 5 ticks for 4 microbatches."""
+    layout, pipeline = {"pipe": 2, "context": 4}, {"schedule": "gpipe", "microbatches": 4}
+    plan, text = compiled(config_for("untied-6", layout, train={"batch_size": 16}, pipeline=pipeline))
+    key = ("context",), "collective-permute"
+    measured, _ = compiled_traffic(plan, text)
+    expected = sum(i.traffic.payload_bytes for i in expected_traffic(plan) if (i.axes, i.traffic.kind) == key)
+    assert measured[key] * 4 == expected * 5 > 0
+
+
 @pytest.fixture
 def staged(config_for):
     """`staged(model, stage, microbatches, **sections)`: plan and compiled text on the model's hybrid mesh."""
