@@ -1,5 +1,6 @@
 """The part of a plan that says how microbatches pass through pipeline stages: schedule, layers of each stage."""
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from jaxpar.parallel.pipeline.partition import Partition, Work, balanced_layers,
 from jaxpar.parallel.pipeline.routing import RoutedSchedule, route
 from jaxpar.parallel.pipeline.schedule import PipelineSchedule
 from jaxpar.parallel.pipeline.table_file import read_table
+from jaxpar.parallel.pipeline.tick_loops import has_branches
 
 __all__ = ["PipelinePlan", "check_schedule_name", "is_path", "plan_pipeline"]
 
@@ -191,7 +193,10 @@ def _schedule(
         allowed = _chunks_to_try(given, pipe, num_layers // period)
         _check_num_stages(config, pipe, min(allowed), num_layers, period)
         number, slots = _num_microbatches(config, sizes), slot_sizes()
-        choice = choose_schedule(pipe, number, allowed, costs, max_in_flight=bound, slots=slots, hop=hop)
+        aligned = _permutes_in_layers(config, sizes)
+        choice = choose_schedule(
+            pipe, number, allowed, costs, max_in_flight=bound, slots=slots, only_aligned=aligned, hop=hop
+        )
         found, why = measured(choice.schedule), _reason(choice)
     else:
         if keys.overlap and keys.schedule in _NOTHING_TO_OVERLAP:
@@ -204,6 +209,8 @@ def _schedule(
         schedule = build_schedule(keys.schedule, pipe, _num_microbatches(config, sizes), chunks, hop=hop)
         found, why = measured(schedule), ""
     _check_num_stages(config, pipe, found.schedule.geometry.num_chunks, num_layers, period)
+    if _permutes_in_layers(config, sizes):
+        _check_branches(config, sizes, found.schedule)
     if bound is not None and found.held > bound:
         raise ValueError(
             f"pipeline.max_in_flight={bound:g}: pipeline.schedule={keys.schedule!r} keeps {found.held:.4g} activations "
@@ -211,6 +218,30 @@ def _schedule(
             f"pipeline.max_in_flight={math.ceil(100 * found.held) / 100:g}"
         )
     return found, why
+
+
+def _permutes_in_layers(config: Config, sizes: Mapping[str, int]) -> bool:
+    """Whether a layer has collective-permutes, which wait for all devices of the program."""
+    return sizes["context"] > 1 and config.parallel.context_method == "ring"
+
+
+def _check_branches(config: Config, sizes: Mapping[str, int], schedule: PipelineSchedule) -> None:
+    """Raises ValueError if ranks would wait in a layer for others that run another kind of task."""
+    if not has_branches(route(schedule)):
+        return
+    pipe, number = sizes["pipe"], schedule.geometry.num_microbatches
+    legal = ['"auto"']
+    for name, recipe in SCHEDULES.items():
+        with contextlib.suppress(ValueError):
+            hop, chunks = schedule.geometry.hop, recipe.legal_chunks[0]
+            if not has_branches(route(build_schedule(name, pipe, number, chunks, hop=hop))):
+                legal.append(f'"{name}"')
+    raise ValueError(
+        f'pipeline.schedule="{config.pipeline.schedule}" branches at each tick on the kind of task, and with '
+        f'parallel.context={sizes["context"]} and parallel.context_method="ring" a layer sends keys and values from '
+        "device to device, which would wait for those in other branches; legal schedules: "
+        f'{", ".join(legal)}; or set parallel.context_method="all_gather" or "ulysses"'
+    )
 
 
 def is_path(schedule: str) -> bool:

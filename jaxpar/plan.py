@@ -26,6 +26,7 @@ from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
 from jaxpar.parallel.offload import host_sharding, in_host_memory, readable
 from jaxpar.parallel.pipeline.partition import in_rows
 from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, Table, is_stacked, is_vector, resolve
+from jaxpar.parallel.sequence_order import ZIGZAG_METHODS
 from jaxpar.pipeline_parts import ModelParts
 from jaxpar.pipeline_plan import PipelinePlan, check_schedule_name, plan_pipeline
 from jaxpar.requirements import (
@@ -237,7 +238,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     padded_vocab_size = math.ceil(vocab_size / multiple) * multiple
     mesh = make_mesh(sizes, devices)
     rules, rule_notes = _rules(config, sizes)
-    attention, attention_note = _attention(config, devices[0].platform)
+    attention, attention_note = _attention(config, sizes, devices[0].platform)
     products, products_notes = _products(config, devices[0])
     execution = Execution(
         mesh=mesh,
@@ -249,6 +250,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
         reduction=config.precision.reduction,
         attention=attention,
         attention_block=config.kernels.attention_block or (128 if devices[0].platform == "cpu" else 512),
+        context_method=config.parallel.context_method,
         products=products,
         **matrix_product_forms(devices[0].platform, config.precision.compute),
     )
@@ -256,7 +258,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     check_optimizer(config.optimizer, config.schedule, axes)
     check_offload(config, axes)
     calls = _calls(config, execution, structure, abstract_params)
-    check_calls(config, calls)
+    check_calls(config, calls, sizes["context"])
     check_schedule_name(config)
     pipeline = None
     if sizes["pipe"] > 1:
@@ -380,6 +382,17 @@ def _rules(config: Config, sizes: Mapping[str, int]) -> tuple[ShardingRules, lis
             f"model.num_kv_heads={num_kv_heads} does not divide by parallel.tensor={sizes['tensor']}: "
             "every tensor device stores all key/value heads and uses its own"
         )
+    sharing_heads: tuple[str, ...] = tensor
+    if config.parallel.context_method == "ulysses" and sizes["context"] > 1:
+        sharing_heads = ("tensor", "context")
+        shards = sizes["tensor"] * sizes["context"]
+        if num_kv_heads is not None and num_kv_heads % shards:
+            repeats = math.lcm(num_kv_heads, shards) // num_kv_heads
+            notes.append(
+                f'parallel.context_method="ulysses" needs heads for context={sizes["context"]} × tensor='
+                f"{sizes['tensor']} devices: each of model.num_kv_heads={num_kv_heads} is computed {repeats} times; it "
+                "is stored once"
+            )
     residual = ("context", "tensor") if config.parallel.sequence_parallel else ("context",)
     if config.parallel.sequence_parallel and sizes["tensor"] == 1:
         notes.append("parallel.sequence_parallel=true changes nothing: tensor, over which it splits, has one device")
@@ -391,7 +404,10 @@ def _rules(config: Config, sizes: Mapping[str, int]) -> tuple[ShardingRules, lis
     # ZeRO: stage 1 splits the optimizer's state, 2 gradients too, 3 parameters too.
     whole, split = weights | {"embed": ()}, weights | {"embed": ("fsdp",)}
     optimizer, gradients, params = (split if config.parallel.zero_stage >= stage else whole for stage in (1, 2, 3))
-    used = weights | {"embed": (), "batch": BATCH_AXES, "sequence": ("context",), "residual_sequence": residual}
+    used = weights | {
+        "embed": (), "batch": BATCH_AXES, "sequence": ("context",), "residual_sequence": residual,
+        "attention_heads": sharing_heads,
+    }  # fmt: skip
     return ShardingRules(params=params, activations=used, optimizer=optimizer, gradients=gradients), notes
 
 
@@ -407,8 +423,11 @@ def _vocabulary(config: Config, tokenizer_size: int) -> tuple[int, list[str]]:
     return declared, [f"model.vocab_size={declared}: the tokenizer uses the first {tokenizer_size} entries"]
 
 
-def _attention(config: Config, platform: str) -> tuple[str, str]:
-    model = config.model
+def _attention(config: Config, sizes: Mapping[str, int], platform: str) -> tuple[str, str]:
+    model, method = config.model, config.parallel.context_method
+    shared = f"parallel.context_method={method} over context={sizes['context']}"
+    if sizes["context"] > 1 and method in ZIGZAG_METHODS:
+        return "blockwise", f"attention: {shared}, in tiles; each device has two chunks of a sequence, for equal work"
     kernel, reason = choose(
         config.kernels.attention,
         platform={"cuda": "gpu", "rocm": "gpu"}.get(platform, platform),
@@ -419,7 +438,8 @@ def _attention(config: Config, platform: str) -> tuple[str, str]:
         window=next((window for window in getattr(model, "windows", ()) if window), None),
         softcap=getattr(model, "attention_softcap", 0.0) or None,
     )
-    return kernel, f"attention: {kernel} ({reason})"
+    by_heads = f", {shared}" if sizes["context"] > 1 else ""
+    return kernel, f"attention: {kernel} ({reason}){by_heads}"
 
 
 def _products(config: Config, device: jax.Device) -> tuple[str, list[str]]:

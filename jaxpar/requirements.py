@@ -12,6 +12,7 @@ from jaxpar.multiples import nearest_multiples
 from jaxpar.optim import PROPERTIES
 from jaxpar.parallel.mesh import BATCH_AXES
 from jaxpar.parallel.rules import LogicalAxes, is_stacked
+from jaxpar.parallel.sequence_order import ZIGZAG_METHODS
 
 __all__ = ["check_calls", "check_checkpoints", "check_idle_keys", "check_layout", "check_offload", "check_precision"]
 
@@ -32,13 +33,15 @@ _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
 
 def check_layout(config: Config, sizes: Mapping[str, int]) -> None:
     """Raises ValueError if the mesh of `sizes` cannot split what the configuration asks for."""
-    for axis in ("expert", "context"):
-        if sizes[axis] != 1:
-            raise ValueError(
-                f"parallel.{axis}={sizes[axis]}: this version of jaxpar splits work over pipe, data, fsdp and tensor "
-                f"only; set parallel.{axis}=1"
-            )
+    if sizes["expert"] != 1:
+        raise ValueError(
+            f"parallel.expert={sizes['expert']}: this version of jaxpar splits work over pipe, data, fsdp, context and "
+            "tensor only; set parallel.expert=1"
+        )
     _check_divides(config, sizes)
+    _check_sequence(config, sizes)
+    if sizes["context"] > 1:
+        _check_context_method(config, sizes)
 
 
 def check_precision(config: Config) -> None:
@@ -120,14 +123,16 @@ def check_offload(config: Config, axes: Mapping[str, LogicalAxes]) -> None:
         )
 
 
-def check_calls(config: Config, calls: Collection[str]) -> None:
-    """Raises ValueError for a key that acts in a function which the model does not call; `calls` are those it does."""
+def check_calls(config: Config, calls: Collection[str], context: int) -> None:
+    """Raises ValueError for a key that acts in a function which the model does not call; `calls` are those it does,
+    `context` is how many devices share a sequence."""
     acting = {
         "remat.policy": (config.remat.policy, "none", "scan_layers"),
         "kernels.unroll_layers": (config.kernels.unroll_layers, False, "scan_layers"),
         "offload.parameters": (config.offload.parameters, "none", "scan_layers"),
         "precision.products": (config.precision.products, "compute", "contract"),
         "kernels.attention": (config.kernels.attention, "auto", "attention"),
+        "parallel.context": (context, 1, "attention"),
     }
     for key, (value, off, function) in acting.items():
         if value != off and function not in calls:
@@ -222,9 +227,44 @@ def _check_divides(config: Config, sizes: Mapping[str, int]) -> None:
                 f"{key}={value} must divide by {' × '.join(factors)} = {shards * parts}{sharing}; "
                 f"nearest legal values: {nearest_multiples(value, shards * parts)}"
             )
-    length = config.data.sequence_length
-    if config.parallel.sequence_parallel and length % sizes["tensor"]:
+
+
+def _check_sequence(config: Config, sizes: Mapping[str, int]) -> None:
+    parallel, length = config.parallel, config.data.sequence_length
+    context, tensor = sizes["context"], sizes["tensor"] if parallel.sequence_parallel else 1
+    parts, why = context * tensor, []
+    if context > 1:
+        why.append(f"parallel.context={context}")
+        if parallel.context_method in ZIGZAG_METHODS:
+            parts = math.lcm(parts, 2 * context)
+            why.append(f'two chunks for each device, with which parallel.context_method="{parallel.context_method}" '
+                       "makes their work equal")  # fmt: skip
+    if tensor > 1:
+        why.append(f"parallel.tensor={tensor} with parallel.sequence_parallel")
+    if length % parts:
+        of_all = f"{parts}, for " if context > 1 else ""
         raise ValueError(
-            f"data.sequence_length={length} must divide by parallel.tensor={sizes['tensor']} with "
-            f"parallel.sequence_parallel; nearest legal values: {nearest_multiples(length, sizes['tensor'])}"
+            f"data.sequence_length={length} must divide by {of_all}{' and '.join(why)}; nearest legal values: "
+            f"{nearest_multiples(length, parts)}"
+        )
+
+
+def _check_context_method(config: Config, sizes: Mapping[str, int]) -> None:
+    method, kernel = config.parallel.context_method, config.kernels.attention
+    what = f'parallel.context_method="{method}"'
+    if method in ZIGZAG_METHODS:
+        if kernel not in ("auto", "blockwise"):
+            raise ValueError(
+                f'kernels.attention="{kernel}" works on whole sequences, and {what} with parallel.context='
+                f'{sizes["context"]} on tiles of them; set kernels.attention="auto", or '
+                'parallel.context_method="ulysses"'
+            )
+        return
+    num_heads, shards = getattr(config.model, "num_heads", None), sizes["context"] * sizes["tensor"]
+    if num_heads is not None and num_heads % shards:
+        legal = [n for n in range(1, num_heads + 1) if num_heads % (n * sizes["tensor"]) == 0]
+        raise ValueError(
+            f"{what} gives each device whole heads: parallel.context={sizes['context']} × parallel.tensor="
+            f"{sizes['tensor']} = {shards} must divide model.num_heads={num_heads}; legal values of parallel.context: "
+            f'{", ".join(map(str, legal))}; or set parallel.context_method="ring", which does not split heads'
         )

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxpar.parallel.dispatch import one_at_a_time
 from jaxpar.parallel.feeding import from_whole
 from jaxpar.parallel.mesh import BATCH_AXES
+from jaxpar.parallel.sequence_order import column_of, reordered
 from jaxpar.pipelined import last_logits, pipelined_logits
 from jaxpar.plan import Plan
 from jaxpar.step import examination
@@ -83,7 +84,9 @@ def _next_token(
     count: jax.Array,
 ) -> jax.Array:
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
-    inputs = {"tokens": tokens_BT, "positions": positions_BT, "segment_ids": None}
+    columns = reordered({"tokens": tokens_BT, "positions": positions_BT})
+    inputs = {**columns, "segment_ids": None}
+    last = column_of(last, tokens_BT.shape[1])
     params = plan.readable(params, plan.evaluated_table)
     if plan.pipeline is not None:
         logits_BV = pipelined_logits(plan)(params, inputs, last)

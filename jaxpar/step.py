@@ -9,7 +9,8 @@ Each wrapper takes a function and returns one, and is the identity when off. The
 5. `reduced_once`: the same on each device's part of the batch, with one reduction at the end
 6. `mean_over_tokens`: the weight, which divides **once** by the global number of valid tokens; the loss scale
 7. `clipped`: gradients scaled down to the largest global norm; the first one that is not finite
-8. `updated`: the optimizer; nothing but the guard changes at a step that is not finite
+8. `in_sequence_order`: the batch's columns as the devices that share a sequence hold them; labels are shifted already
+9. `updated`: the optimizer; nothing but the guard changes at a step that is not finite
 """
 
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from jaxpar.parallel.loss import LossSettings, LossSums, cross_entropy
 from jaxpar.parallel.offload import gradient_proxies
 from jaxpar.parallel.pipeline.divergence import check_branches
 from jaxpar.parallel.reduction import on_own_batch, summed_over_devices
+from jaxpar.parallel.sequence_order import reordered
 from jaxpar.pipelined import checked, pipelined_gradients, pipelined_loss
 from jaxpar.plan import Plan
 from jaxpar.precision import in_compute_dtype, next_guard
@@ -81,7 +83,7 @@ class Step:
             return update(state, grads, metrics)
 
         def evaluate(params: Params, batch: Batch, byte_lengths: jax.Array) -> dict[str, jax.Array]:
-            nats = evaluation_loss(plan.readable(params, plan.evaluated_table), batch)
+            nats = evaluation_loss(plan.readable(params, plan.evaluated_table), reordered(batch))
             mask = batch["loss_mask"]
             num_bytes = jnp.where(mask, jnp.take(byte_lengths, batch["targets"]), 0).sum()
             return {"nats": nats, "tokens": mask.sum(), "bytes": num_bytes}
@@ -104,7 +106,7 @@ class Step:
 
 
 def make_gradients(plan: Plan) -> Gradients:
-    """Wrappers 1 to 7: `(params, batch, dropout keys, loss scale) -> (clipped gradients, metrics)`."""
+    """Wrappers 1 to 8: `(params, batch, dropout keys, loss scale) -> (clipped gradients, metrics)`."""
     config = plan.config
     settings = LossSettings(config.loss.z_loss, config.loss.label_smoothing, config.loss.chunk_tokens)
     if plan.pipeline is None:
@@ -113,7 +115,7 @@ def make_gradients(plan: Plan) -> Gradients:
     else:
         weighted = pipelined_gradients(plan, settings)
     weighted = accumulated(weighted, config.train.microbatches, plan.by_path, plan.axes)
-    return clipped(mean_over_tokens(reduced_once(weighted, plan)), config.train.max_grad_norm)
+    return in_sequence_order(clipped(mean_over_tokens(reduced_once(weighted, plan)), config.train.max_grad_norm))
 
 
 def examination(plan: Plan) -> Callable[[jax.stages.Compiled], None] | None:
@@ -223,10 +225,21 @@ def clipped(gradients: Gradients, max_norm: float) -> Gradients:
     return clipped_gradients
 
 
+def in_sequence_order(gradients: Gradients) -> Gradients:
+    """`gradients` of a batch in logical order."""
+
+    def in_order(
+        params: Params, batch: Batch, keys_B: jax.Array | None, scale: jax.Array | None
+    ) -> tuple[Params, Metrics]:
+        return gradients(params, reordered(batch), keys_B, scale)
+
+    return in_order
+
+
 def _make_update(
     plan: Plan, optimizer: Optimizer
 ) -> Callable[[TrainState, Params, Metrics], tuple[TrainState, Metrics]]:
-    """Wrapper 8."""
+    """Wrapper 9."""
     rules = guard_rules(plan.config)
 
     def updated(state: TrainState, grads: Params, accept: jax.Array | None) -> TrainState:

@@ -18,12 +18,15 @@ import jax.numpy as jnp
 from jaxpar.parallel.communication import (
     Traffic,
     data_parallel,
+    gathered_keys_and_values,
     gathered_parameters,
     pipeline_exchange,
+    ring_attention,
     ring_bytes,
     scattered_gradients,
     sequence_parallel_layer,
     tensor_parallel_layer,
+    ulysses_attention,
     vocabulary_parallel_cross_entropy,
     vocabulary_split_embedding,
     vocabulary_split_head,
@@ -32,9 +35,13 @@ from jaxpar.parallel.device_groups import IRREGULAR
 from jaxpar.parallel.mesh import BATCH_AXES
 from jaxpar.parallel.pipeline.tick_loops import num_transfers
 from jaxpar.parallel.rules import Table, is_stacked, is_vector, resolve
+from jaxpar.parallel.sequence_order import ZIGZAG_METHODS
 from jaxpar.plan import Parameter, Plan
 
 __all__ = ["ExpectedTraffic", "expected_traffic"]
+
+_TOKEN_BYTES = 3 * 4 + 1
+"""Of a token in the batch: itself, its target and its position in int32, and whether it counts."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ def expected_traffic(plan: Plan) -> list[ExpectedTraffic]:
     expected += _pipeline(plan)
     if plan.mesh.shape["tensor"] > 1 and hasattr(plan.config.model, "dims"):
         expected += _tensor(plan)
+    if plan.mesh.shape["context"] > 1 and hasattr(plan.config.model, "dims"):
+        expected += _context(plan)
     return [item for item in expected if item.axes and item.traffic.payload_bytes]
 
 
@@ -75,19 +84,25 @@ def _gathered(plan: Plan, parameter: Parameter) -> Iterator[ExpectedTraffic]:
 
 
 def _reduced(plan: Plan, parameter: Parameter) -> Iterator[ExpectedTraffic]:
-    """The sum of the parameter's gradient over the devices that share the batch.
+    """The sum of the parameter's gradient over the devices that share the batch and its sequences.
 
     Over `plan.deferred_axes` it is taken once, scattered in stage 1; over the others in each microbatch and for each
     use. In stages 2 and 3 that sum is scattered: of layers on GPU and TPU, where the compiler does it (on CPU it
     reduces the whole), of tables everywhere.
     """
-    rules, deferred = plan.rules, plan.deferred_axes
+    rules, deferred, times = plan.rules, plan.deferred_axes, _passes(plan) * _uses(plan, parameter)
     elements, whole = (_elements(plan, parameter, table) for table in (rules.gradients, rules.activations))
+    whole *= _repeats(plan, parameter)
     soon = tuple(axis for axis in BATCH_AXES if axis not in deferred)
-    # Of a table of positions, devices that share the sequence have their parts.
-    soon += ("tensor",) * (plan.config.parallel.sequence_parallel and "positions" in parameter.axes)
+    # Of what norms and a table of positions meet, devices that share the sequence have their parts.
+    on_parts = plan.config.parallel.sequence_parallel and not {"norm", "positions"}.isdisjoint(parameter.axes)
+    sequence = ("context", "tensor") if on_parts else ("context",)
+    if _is_table(parameter) or not (on_parts or _on_cpu(plan)):
+        soon += sequence
+    else:
+        # XLA:CPU sums all gradients over the devices that share sequences, and then over those that share the batch.
+        yield from _sum(plan, parameter, sequence, whole, times, "gradients", scatter=False)
     splits = _is_split(plan, parameter, rules.gradients) and not (_on_cpu(plan) and _in_layers(parameter))
-    times = _passes(plan) * _uses(plan, parameter)
     yield from _sum(plan, parameter, soon, whole, times, "gradients", scatter=splits)
     splits = _is_split(plan, parameter, rules.optimizer) and not _is_split(plan, parameter, rules.gradients)
     yield from _sum(plan, parameter, deferred, elements, 1, "gradients, once a step", scatter=splits)
@@ -113,15 +128,13 @@ def _tensor(plan: Plan) -> Iterator[ExpectedTraffic]:
     config, shape = plan.config, plan.mesh.shape
     dims = config.model.dims(plan.vocab_size)  # type: ignore[attr-defined]
     times = _passes(plan)
-    sequences = config.train.batch_size // math.prod(shape[axis] for axis in BATCH_AXES) // times
-    length, hidden, size = config.data.sequence_length, dims["embed_dim"], shape["tensor"]
+    sequences, length = _tokens(plan)
+    hidden, size = dims["embed_dim"], shape["tensor"]
     element_bytes = jnp.dtype(config.precision.compute).itemsize
     of_states = (sequences, length, hidden, size)
     split = config.parallel.sequence_parallel
     if split:
         layer = sequence_parallel_layer(*of_states, element_bytes=element_bytes, reduce_scatter=not _on_cpu(plan))
-        norms = sum(_elements(plan, p, plan.rules.params) for p in plan.parameters if "norm" in p.axes)
-        yield from _over(("tensor",), "norms' gradients", data_parallel(norms, size, element_bytes=4), times)
     else:
         layer = tensor_parallel_layer(*of_states, element_bytes=element_bytes)
     embedding, head = (
@@ -132,9 +145,7 @@ def _tensor(plan: Plan) -> Iterator[ExpectedTraffic]:
         sequences, length, size, packed=True, label_smoothing=config.loss.label_smoothing > 0
     )
     yield from _over(("tensor",), "embedding", embedding, times)
-    num_layers = dims["num_layers"]
-    if plan.pipeline is not None:
-        num_layers = len(plan.pipeline.partition.rows) // shape["pipe"]
+    num_layers = _num_layers(plan)
     yield from _over(("tensor",), f"{num_layers} layers", layer, times * num_layers)
     yield from _over(("tensor",), "head's input", head, times)
     yield from _over(("tensor",), "cross-entropy", loss, times)
@@ -167,8 +178,8 @@ def _pipeline(plan: Plan) -> Iterator[ExpectedTraffic]:
         return
     config, shape = plan.config, plan.mesh.shape
     embed_dim = next((p.shape[p.axes.index("embed")] for p in plan.parameters if "embed" in p.axes), 0)
-    sequences = config.train.batch_size // math.prod(shape[axis] for axis in BATCH_AXES) // _passes(plan)
-    length = config.data.sequence_length // (shape["tensor"] if config.parallel.sequence_parallel else 1)
+    sequences, length = _tokens(plan)
+    length //= shape["tensor"] if config.parallel.sequence_parallel else 1
     exchange = pipeline_exchange(
         sequences, length, embed_dim, num_transfers(plan.pipeline.routed),
         element_bytes=jnp.dtype(config.precision.compute).itemsize,
@@ -177,6 +188,48 @@ def _pipeline(plan: Plan) -> Iterator[ExpectedTraffic]:
     shared = sum(_elements(plan, p, plan.rules.gradients) for p in plan.parameters if not _in_layers(p))
     sums = data_parallel(shared, shape["pipe"], element_bytes=4)
     yield from _over(("pipe",), "gradients of embedding and head", sums, config.train.microbatches)
+
+
+def _context(plan: Plan) -> Iterator[ExpectedTraffic]:
+    """What brings queries and keys of a shared sequence together in each layer; and once a step the batch's columns
+    are put in order, and the segment ids gathered (by compilers that take what all layers share out of their loop; in a
+    pipeline's forward and again in its backward tasks)."""
+    config, shape = plan.config, plan.mesh.shape
+    dims = config.model.dims(plan.vocab_size)  # type: ignore[attr-defined]
+    sequences, length = _tokens(plan)
+    size, method = shape["context"], config.parallel.context_method
+    groups = math.lcm(dims["num_kv_heads"], math.prod(shape[a] for a in plan.rules.activations["attention_heads"]))
+    q_width, kv_width = (heads // shape["tensor"] * dims["head_dim"] for heads in (dims["num_heads"], groups))
+    whole, element_bytes = (sequences, length * size), jnp.dtype(config.precision.compute).itemsize
+    layer = {
+        "ring": ring_attention(*whole, kv_width, size, element_bytes=element_bytes),
+        "all_gather": gathered_keys_and_values(*whole, kv_width, size, element_bytes=element_bytes),
+        "ulysses": ulysses_attention(*whole, q_width, kv_width, size, element_bytes=element_bytes),
+    }[method]
+    num_layers = _num_layers(plan)
+    yield from _over(("context",), f"attention ({method}) of {num_layers} layers", layer, _passes(plan) * num_layers)
+    tokens = sequences * _passes(plan) * length * size
+    segment_bytes = 4 if config.data.document_boundaries == "respect" else 0
+    token_bytes = {"segment ids": segment_bytes * (1 if plan.pipeline is None else 2)}
+    if method in ZIGZAG_METHODS:
+        token_bytes["the batch in order"] = _TOKEN_BYTES + segment_bytes
+    for purpose, num_bytes in token_bytes.items():
+        gathered = gathered_parameters(tokens, size, element_bytes=num_bytes)
+        yield from _over(("context",), purpose, gathered)
+
+
+def _tokens(plan: Plan) -> tuple[int, int]:
+    """Sequences of a microbatch on a device, and the tokens that it has of each."""
+    config, shape = plan.config, plan.mesh.shape
+    sequences = config.train.batch_size // math.prod(shape[axis] for axis in BATCH_AXES) // _passes(plan)
+    return sequences, config.data.sequence_length // shape["context"]
+
+
+def _num_layers(plan: Plan) -> int:
+    """Of the model, or of one rank, empty ones included."""
+    if plan.pipeline is not None:
+        return len(plan.pipeline.partition.rows) // plan.mesh.shape["pipe"]
+    return plan.config.model.dims(plan.vocab_size)["num_layers"]  # type: ignore[attr-defined]
 
 
 def _passes(plan: Plan) -> int:
@@ -198,6 +251,20 @@ def _in_layers(parameter: Parameter) -> bool:
 
 def _is_matrix(parameter: Parameter) -> bool:
     return not is_vector(parameter.path, parameter.axes)
+
+
+def _is_table(parameter: Parameter) -> bool:
+    return not _in_layers(parameter) and any(axis in parameter.axes for axis in ("vocab", "positions"))
+
+
+def _repeats(plan: Plan, parameter: Parameter) -> int:
+    """How often a key/value head is computed so that Ulysses has heads for all devices; its gradients are summed over
+    devices before they are added up. Stated where `tensor` alone repeats none."""
+    if "kv_heads" not in parameter.axes or not plan.rules.params["kv_heads"]:
+        return 1
+    num_heads = parameter.shape[parameter.axes.index("kv_heads")]
+    shares = math.prod(plan.mesh.shape[axis] for axis in plan.rules.activations["attention_heads"])
+    return math.lcm(num_heads, shares) // num_heads
 
 
 def _uses(plan: Plan, parameter: Parameter) -> int:

@@ -223,7 +223,8 @@ def _scaled_down(whole: Plan, sizes: Mapping[str, int], vocab_size: int) -> tupl
             f"--scaled-down: {type(model).__name__} has no method scaled_down(tensor=..., fsdp=..., stages=...)"
         )
     attention = whole.execution.attention if "attention" in whole.calls else "auto"
-    length = 16 * sizes["tensor"]
+    length = 16 * sizes["tensor"] * sizes["context"]
+    block = 8 * sizes["tensor"] // (2 if sizes["context"] > 1 else 1)
     microbatches = min(config.train.microbatches, 2)
     stages, rows, pipeline = 1, 2, config.pipeline
     if whole.pipeline is not None:
@@ -239,8 +240,8 @@ def _scaled_down(whole: Plan, sizes: Mapping[str, int], vocab_size: int) -> tupl
             "data": config.data.model_copy(update={"sequence_length": length}),
             "train": config.train.model_copy(update={"batch_size": rows, "microbatches": microbatches}),
             "evaluation": config.evaluation.model_copy(update={"batch_size": 0}),
-            "kernels": config.kernels.model_copy(update={"attention": attention, "attention_block": length // 2}),
-            "loss": config.loss.model_copy(update={"chunk_tokens": min(config.loss.chunk_tokens, length // 2)}),
+            "kernels": config.kernels.model_copy(update={"attention": attention, "attention_block": block}),
+            "loss": config.loss.model_copy(update={"chunk_tokens": min(config.loss.chunk_tokens, block)}),
         }
     )
     return small, min(vocab_size, 1000)

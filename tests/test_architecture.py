@@ -80,7 +80,7 @@ ARROWS: dict[str, set[str]] = {
     "checkpoint": {"checkpoint_store", "digest", "extent", "parallel", "restore", "state"},
     "resume": {"checkpoint", "checkpoint_store", "config", "data", "extent", "optim", "parallel", "plan", "state"},
     "sample": {"plan", "parallel", "pipelined", "step"},
-    "traffic": {"plan", "parallel"},
+    "traffic": {"plan", "parallel", "step"},
     "memory": {"plan", "parallel", "optim", "state"},
     "trainer": BELOW_THE_LOOP,
     "heartbeat": set(),
@@ -116,7 +116,7 @@ PURE_PIPELINE = {
     "drawing",
 }
 # A model names its dims and calls these; mesh and layouts are not its business.
-OPEN_TO_MODELS = {"constrain", "contract", "layers", "loss", "rules", "attention", "embedding"}
+OPEN_TO_MODELS = {"constrain", "contract", "layers", "loss", "rules", "attention", "embedding", "sequence_order"}
 
 
 @dataclass(frozen=True)

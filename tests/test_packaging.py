@@ -21,6 +21,7 @@ NUM_DEVICES = {
     "gpt2_small": 8,
     "llama3_70b_pipeline": 128,
     "llama3_8b_fsdp": 64,
+    "long_context": 8,
     "pipeline": 8,
     "quickstart": 8,
     "qwen3_0.6b": 8,

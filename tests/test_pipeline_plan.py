@@ -66,6 +66,12 @@ def test_auto_takes_the_fastest_that_fits(keys: dict, remat: str, name: str, chu
     assert pipeline.notes[0].startswith(f"pipeline: {name} (the ")
 
 
+@pytest.mark.parametrize(("method", "name"), [("ring", "interleaved_aligned"), ("ulysses", "zb_v")])
+def test_auto_takes_one_without_branches_for_a_ring(method: str, name: str) -> None:
+    parallel = {"pipe": 4, "context": 2, "context_method": method}
+    assert pipeline_of(parallel=parallel).schedule.name == name
+
+
 def test_too_few_microbatches_are_pointed_out() -> None:
     notes = pipeline_of({"schedule": "gpipe"}, train={"batch_size": 4}).notes
     assert any("fewer microbatches than ranks" in note and "train.batch_size=4" in note for note in notes)
@@ -189,6 +195,16 @@ REFUSED: dict[str, tuple[dict, dict, str]] = {
     ),
     "fewer turns than ranks": (
         {"schedule": "1f1b"}, {"model": SIX}, r"has 3 turns of 2 layers, in which model\.windows repeats, and each "
+    ),
+    "a ring in branches": (
+        {"schedule": "1f1b"}, {"parallel": {"pipe": 4, "context": 2}},
+        r'^pipeline\.schedule="1f1b" branches at each tick on the kind of task, and with parallel\.context=2 and '
+        r'parallel\.context_method="ring" a layer sends .* in other branches; legal schedules: "auto", "gpipe", '
+        r'"1f1b_aligned", "interleaved_aligned"; or set parallel\.context_method="all_gather" or "ulysses"$',
+    ),
+    "a ring where nothing without branches fits": (
+        {"max_in_flight": 1.0}, {"parallel": {"pipe": 4, "context": 2}},
+        r'^pipeline\.schedule="auto": every schedule keeps more activations of a stage than 1; the least is ',
     ),
     "half a turn": (
         {"schedule": "1f1b", "layers_per_stage": [3, 1, 2, 2]}, {"model": EIGHT},

@@ -32,14 +32,13 @@ def _exactly(message: str) -> str:
     return f"^{re.escape(message)}$"
 
 
-@pytest.mark.parametrize("axis", ["expert", "context"])
-def test_axes_of_later_versions(axis: str) -> None:
+def test_the_axis_of_a_later_version() -> None:
     message = (
-        f"parallel.{axis}=2: this version of jaxpar splits work over pipe, data, fsdp and tensor only; "
-        f"set parallel.{axis}=1"
+        "parallel.expert=2: this version of jaxpar splits work over pipe, data, fsdp, context and tensor only; "
+        "set parallel.expert=1"
     )
     with pytest.raises(ValueError, match=_exactly(message)):
-        check_layout(_config(), SIZES | {axis: 2})
+        check_layout(_config(), SIZES | {"expert": 2})
 
 
 def test_a_dim_that_no_axis_splits_need_not_divide() -> None:
@@ -90,6 +89,27 @@ def test_a_dim_that_no_axis_splits_need_not_divide() -> None:
             {"tensor": 3}, {"parallel": {"sequence_parallel": True}},
             "data.sequence_length=16 must divide by parallel.tensor=3 with parallel.sequence_parallel; "
             "nearest legal values: 15, 18",
+        ),
+        (
+            {"context": 3}, {},
+            "data.sequence_length=16 must divide by 6, for parallel.context=3 and two chunks for each device, with "
+            'which parallel.context_method="ring" makes their work equal; nearest legal values: 12, 18',
+        ),
+        (
+            {"context": 3}, {"parallel": {"context_method": "ulysses"}},
+            "data.sequence_length=16 must divide by 3, for parallel.context=3; nearest legal values: 15, 18",
+        ),
+        (
+            {"context": 2, "tensor": 3}, {"parallel": {"context_method": "all_gather", "sequence_parallel": True}},
+            "data.sequence_length=16 must divide by 12, for parallel.context=2 and two chunks for each device, with "
+            'which parallel.context_method="all_gather" makes their work equal and parallel.tensor=3 with '
+            "parallel.sequence_parallel; nearest legal values: 12, 24",
+        ),
+        (
+            {"context": 4, "tensor": 2}, {"parallel": {"context_method": "ulysses"}},
+            'parallel.context_method="ulysses" gives each device whole heads: parallel.context=4 × parallel.tensor=2 '
+            "= 8 must divide model.num_heads=6; legal values of parallel.context: 1, 3; or set "
+            'parallel.context_method="ring", which does not split heads',
         ),
     ],
 )  # fmt: skip
@@ -286,15 +306,38 @@ def test_what_cannot_move_to_the_host(sections: dict, message: str) -> None:
 
 def test_layers_that_the_model_runs_itself_cannot_move_to_the_host() -> None:
     config = _config(offload={"parameters": "host"}, remat={"policy": "full"})
-    check_calls(config, {"scan_layers"})
+    check_calls(config, {"scan_layers"}, 1)
     with pytest.raises(ValueError, match=r"^remat\.policy="):
-        check_calls(config, {"contract", "attention"})
+        check_calls(config, {"contract", "attention"}, 1)
     message = (
         "offload.parameters=\"host\" acts in jaxpar.parallel.layers.scan_layers, which the model 'transformer' does "
         'not call; call it in the model, or set offload.parameters="none"'
     )
     with pytest.raises(ValueError, match=_exactly(message)):
-        check_calls(_config(offload={"parameters": "host"}), {"contract"})
+        check_calls(_config(offload={"parameters": "host"}), {"contract"}, 1)
+
+
+def test_a_shared_sequence_needs_the_attention_that_follows_the_plan() -> None:
+    check_calls(_config(), {"attention"}, 2)
+    check_calls(_config(), {}, 1)
+    message = (
+        "parallel.context=2 acts in jaxpar.parallel.attention.attention, which the model 'transformer' does not call; "
+        "call it in the model, or set parallel.context=1"
+    )
+    with pytest.raises(ValueError, match=_exactly(message)):
+        check_calls(_config(), {"scan_layers", "contract"}, 2)
+
+
+def test_kernels_for_whole_sequences_are_refused_where_tiles_are_computed() -> None:
+    kernels = {"attention": "reference"}
+    message = (
+        'kernels.attention="reference" works on whole sequences, and parallel.context_method="ring" with '
+        'parallel.context=2 on tiles of them; set kernels.attention="auto", or parallel.context_method="ulysses"'
+    )
+    with pytest.raises(ValueError, match=_exactly(message)):
+        check_layout(_config(kernels=kernels), SIZES | {"context": 2})
+    check_layout(_config(kernels=kernels, parallel={"context_method": "ulysses"}), SIZES | {"context": 2})
+    check_layout(_config(kernels={"attention": "blockwise"}), SIZES | {"context": 2})
 
 
 def test_parameters_without_layers_cannot_move_to_the_host() -> None:

@@ -105,6 +105,21 @@ def test_a_small_copy_of_every_family_agrees(
     assert f"agree: data={4 // tensor}, fsdp=2" in out
 
 
+@pytest.mark.parametrize(
+    ("preset", "method"), [("gemma2_27b", "ring"), ("mistral_7b_v0.1", "all_gather"), ("qwen2_7b", "ulysses")]
+)
+def test_a_small_copy_with_shared_sequences_agrees(
+    verify: Callable[..., int], capsys: pytest.CaptureFixture, tmp_path: Path, preset: str, method: str
+) -> None:
+    """On one device nothing is shared. Qwen2 7B has 28 heads and 4 key/value heads."""
+    path = tmp_path / "run.toml"
+    path.write_text(f'[model]\nname = "{preset}"\n\n' + CONFIG[CONFIG.index("[data]") :])
+    sizes = ["parallel.data=1", "parallel.fsdp=2", "parallel.context=2", "parallel.tensor=2"]
+    overrides = [*sizes, f"parallel.context_method={method}", "parallel.sequence_parallel=true"]
+    assert verify("--scaled-down", *overrides) == 0
+    assert "agree: fsdp=2, context=2, tensor=2" in capsys.readouterr().out
+
+
 def test_a_small_copy_of_a_pipeline_agrees(verify: Callable[..., int], capsys: pytest.CaptureFixture) -> None:
     """Of the run's schedule, whatever the number of microbatches; its stages are uneven."""
     overrides = ["parallel.pipe=2", "parallel.tensor=1", "parallel.data=-1", "pipeline.schedule=zb_v"]

@@ -230,7 +230,7 @@ class ParallelConfig(Section):
     expert: AxisSize = 1
     """Devices that share the experts."""
     context: AxisSize = 1
-    """Devices that share a sequence."""
+    """Devices that share a sequence, each with its part of the tokens."""
     tensor: AxisSize = 1
     """Devices that share each layer's heads, feed-forward width and vocabulary (Megatron)."""
     zero_stage: Literal[0, 1, 2, 3] = 3
@@ -239,6 +239,10 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Split the residual stream's sequence over `tensor` too, so that norms and dropout are not repeated (Korthikanti
     2022)."""
+    context_method: Literal["ring", "all_gather", "ulysses"] = "ring"
+    """How attention works over `context`: "ring" sends keys and values around while it computes (Liu 2023),
+    "all_gather" has them all come at once, "ulysses" exchanges tokens for heads, of which there must be enough (Jacobs
+    2023)."""
     bucket_bytes: NonNegative = 33554432
     """Gradients that are summed after the last microbatch are sent together up to this many bytes, and on accelerators
     other small arrays too; 0 sends each alone."""

@@ -19,6 +19,7 @@ from jaxpar.parallel.constrain import constrain, current_execution, num_shards
 from jaxpar.parallel.contract import contract
 from jaxpar.parallel.embedding import lookup
 from jaxpar.parallel.rules import LogicalAxes
+from jaxpar.parallel.sequence_order import logical_places
 
 __all__ = ["Attention", "Embedding", "FeedForward", "Norm", "dropout", "rotary_angles", "rotate"]
 
@@ -43,14 +44,17 @@ def _zeros(shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
 
 
 def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
-    """`x` [B, ...] with a share `rate` of its entries zeroed and the rest scaled up; the identity without keys.
+    """`x` [B, T, ...] with a share `rate` of its entries zeroed and the rest scaled up; the identity without keys.
 
-    The mask of a sequence depends on its key and on each entry's place in it, not on how the batch is laid out or cut
-    into microbatches.
+    `x` is laid out like the residual stream. The mask of a token depends on its sequence's key and on its place there,
+    not on how the batch is laid out or cut into microbatches, nor on the order in which devices hold a sequence.
     """
     if keys_B is None or rate == 0.0:
         return x
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, x.shape[1:]))(keys_B)
+    places_T = jnp.asarray(logical_places(x.shape[1]))
+    keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys_B, places_T)
+    keep = jax.vmap(jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, x.shape[2:])))(keys_BT)
+    keep = constrain(keep, ("batch", "residual_sequence", *(None,) * (x.ndim - 2)))
     return jnp.where(keep, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
 
 
@@ -110,8 +114,8 @@ class Attention(nnx.Module):
     """Causal self-attention with grouped key/value heads (Ainslie 2023).
 
     Queries, keys and values are one product, so that their input's gradient needs one reduction. Where there are
-    fewer key/value heads than devices on the heads' axis, each is repeated for the devices that share it; it is
-    stored once.
+    fewer key/value heads than devices that share heads, each is repeated for the devices that share it; it is stored
+    once, and its gradient is the sum over them.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -139,7 +143,7 @@ class Attention(nnx.Module):
         window: int | None,
     ) -> jax.Array:
         config = self.config
-        groups = math.lcm(config.kv_heads, num_shards("heads"))
+        groups = math.lcm(config.kv_heads, num_shards("attention_heads"))
         names = ("batch", "sequence", "heads", None, "head_dim")
         q, k, v = (constrain(part, names) for part in self._project(x_BTD, groups))
         if config.qk_norm:

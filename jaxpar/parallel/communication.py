@@ -15,12 +15,15 @@ __all__ = [
     "KINDS",
     "Traffic",
     "data_parallel",
+    "gathered_keys_and_values",
     "gathered_parameters",
     "pipeline_exchange",
+    "ring_attention",
     "ring_bytes",
     "scattered_gradients",
     "sequence_parallel_layer",
     "tensor_parallel_layer",
+    "ulysses_attention",
     "vocabulary_parallel_cross_entropy",
     "vocabulary_split_embedding",
     "vocabulary_split_head",
@@ -166,6 +169,47 @@ def vocabulary_split_head(
         _traffic("all-gather", 1, size * element_bytes, group_size),
         _traffic("reduce-scatter", 1, size * 4, group_size),
     )
+
+
+def ring_attention(
+    batch: int, sequence: int, kv_width: int, group_size: int, *, element_bytes: int
+) -> tuple[Traffic, ...]:
+    """Per layer and microbatch over c devices that share the sequence (Liu 2023, section 3): c − 1 hops of a device's
+    keys and values, forward and again backward, where their gradients make c hops in float32.
+
+    With b·s·w elements of keys in all (w: the key/value heads times their width): 2·b·s·w·(c−1)/c forward, that and
+    2·b·s·w backward.
+    """
+    elements = 2 * batch * sequence * kv_width // group_size
+    payload_bytes = elements * (2 * (group_size - 1) * element_bytes + group_size * 4)
+    return (Traffic("collective-permute", None, payload_bytes, payload_bytes),)
+
+
+def gathered_keys_and_values(
+    batch: int, sequence: int, kv_width: int, group_size: int, *, element_bytes: int
+) -> tuple[Traffic, ...]:
+    """Per layer and microbatch: keys and values gathered forward and again backward, and their gradients reduced
+    in float32 to the parts that devices have (Llama 3, section 3.3.2).
+
+    2·b·s·w·(c−1)/c elements forward, twice that backward.
+    """
+    elements = 2 * batch * sequence * kv_width
+    return (
+        _traffic("all-gather", None, 2 * elements * element_bytes, group_size),
+        _traffic("reduce-scatter", 2, elements * 4, group_size),
+    )
+
+
+def ulysses_attention(
+    batch: int, sequence: int, q_width: int, kv_width: int, group_size: int, *, element_bytes: int
+) -> tuple[Traffic, ...]:
+    """Per layer and microbatch: all-to-alls of queries, keys, values and output, forward and of their gradients
+    backward (Jacobs 2023, section 3.2).
+
+    (2·b·s·q + 2·b·s·w)/c · (c−1)/c elements each way, for q elements of a token's queries and w of its keys.
+    """
+    tokens = batch * sequence // group_size
+    return (_traffic("all-to-all", 8, 4 * tokens * (q_width + kv_width) * element_bytes, group_size),)
 
 
 def _traffic(kind: str, count: int | None, payload_bytes: int, group_size: int) -> Traffic:

@@ -41,8 +41,9 @@ class Execution:
     `float32_products` asks for matrix products of 16-bit operands in float32 before they are rounded;
     `transposed_weight_gradients` writes weight gradients on transposed operands: on some backends either decides the
     speed by factors, on none the mathematics. `products` is the format of the operands of `contract`: "compute" (as
-    they come), "float8", or "emulated_float8" (rounded to float8, multiplied as they come). `split_backward` keeps the
-    gradients of layers' weights apart from those of their inputs.
+    they come), "float8", or "emulated_float8" (rounded to float8, multiplied as they come). `context_method` is how
+    attention works where devices share a sequence. `split_backward` keeps the gradients of layers' weights apart from
+    those of their inputs.
     """
 
     mesh: Mesh | None = None
@@ -53,6 +54,7 @@ class Execution:
     unroll_layers: bool = False
     attention: str = "reference"
     attention_block: int = 512
+    context_method: str = "ring"
     reduction: str = "float32"
     float32_products: bool = False
     transposed_weight_gradients: bool = False
@@ -126,9 +128,9 @@ def manual_batch_axes() -> tuple[str, ...]:
 
 
 def reduction_format() -> str:
-    """The format in which a weight's gradient is summed over the devices that share the batch; where none do (or where
-    their sum is taken later), float32."""
-    return current_execution().reduction if num_shards("batch") > 1 else "float32"
+    """The format in which a weight's gradient is summed over the devices that share the batch or its sequences; where
+    none do (or where their sum is taken later), float32."""
+    return current_execution().reduction if num_shards("batch") * num_shards("sequence") > 1 else "float32"
 
 
 def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:

@@ -7,7 +7,10 @@ from jaxpar.config import ConfigError
 SCHEDULES = '"constant", "cosine", "linear", "wsd"'
 OPTIMIZERS = '"adamw", "adamw8bit", "sgd", "adafactor", "sm3", "lion", "muon"'
 SOURCES = '"packaged", "text", "token_files", "megatron"'
-PARALLEL = "pipe, data, fsdp, expert, context, tensor, zero_stage, sequence_parallel, bucket_bytes, simulated_devices"
+PARALLEL = (
+    "pipe, data, fsdp, expert, context, tensor, zero_stage, sequence_parallel, context_method, bucket_bytes, "
+    "simulated_devices"
+)
 
 
 def lines(load, path, text: str, *overrides: str) -> list[str]:

@@ -122,6 +122,23 @@ def _has_dicts(node: dict) -> bool:
     return any(isinstance(value, dict) for value in node.values())
 
 
+def same_traces(found: Trace, expected: Trace) -> None:
+    for step, (got, want) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
+        assert got.keys() == want.keys()
+        for metric in want:
+            np.testing.assert_allclose(got[metric], want[metric], rtol=2e-5, err_msg=f"{metric} of step {step}")
+    assert_close("gradient", found.gradients, expected.gradients)
+    assert_close("parameter", found.params, expected.params)
+
+
+def assert_close(what: str, found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Each array to 1e-4 of its largest entry; the absolute part is for what is zero but for rounding (a key bias)."""
+    assert found.keys() == expected.keys()
+    for path, want in expected.items():
+        tolerance = 1e-4 * np.abs(want).max() + 1e-6
+        np.testing.assert_allclose(found[path], want, rtol=0, atol=tolerance, err_msg=f"{what} {path}")
+
+
 @functools.cache
 def one_device(model: str, boundaries: str = "respect", products: str = "compute") -> Trace:
     data = {"sequence_length": 16, "document_boundaries": boundaries}
@@ -151,3 +168,9 @@ def run_of() -> Callable[..., Trace]:
 def config_for() -> Callable[..., Config]:
     """The configuration of a model in a layout: `config_for(model, layout, **sections)`."""
     return make_config
+
+
+@pytest.fixture(scope="session")
+def assert_same() -> Callable[[Trace, Trace], None]:
+    """Fails unless two traces are the same but for rounding: `assert_same(found, expected)`."""
+    return same_traces

@@ -56,6 +56,41 @@ def test_bytes_equal_the_formulas(model, layout, config_for):
     assert_bytes_equal_the_formulas(*compiled(config_for(model, layout)))
 
 
+SHARED_SEQUENCES = {
+    "ring": ("llama", {"context": 8}, {}),
+    "ring of two": ("llama", {"data": 4, "context": 2}, {}),
+    "ring and tensor": ("llama", {"context": 4, "tensor": 2}, {}),
+    "ring and all": ("gpt2", {"fsdp": 2, "context": 2, "tensor": 2, "sequence_parallel": True}, {}),
+    "ring, once a step": (
+        "gpt2", {"data": 2, "context": 4, "zero_stage": 1}, {"train": {"batch_size": 16, "microbatches": 2}},
+    ),
+    "ring without segments": (
+        "llama", {"context": 8}, {"data": {"sequence_length": 16, "document_boundaries": "ignore"}},
+    ),
+    "all_gather": ("llama", {"data": 2, "context": 4}, {}),
+    "ulysses": ("gpt2", {"context": 8}, {}),
+    "ulysses, repeated heads": ("llama", {"data": 2, "context": 4}, {}),
+    "ulysses and tensor": ("llama", {"context": 2, "tensor": 2, "data": 2, "sequence_parallel": True}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHARED_SEQUENCES)
+def test_bytes_of_shared_sequences_equal_the_formulas(case, config_for):
+    model, layout, sections = SHARED_SEQUENCES[case]
+    method = re.match(r"\w+", case).group()
+    assert_bytes_equal_the_formulas(*compiled(config_for(model, layout | {"context_method": method}, **sections)))
+
+
+def test_a_ring_in_stages_sends_the_formula_for_each_tick(config_for):
+    """Idle ranks of an aligned schedule send as if they had a task: 5 ticks for 4 microbatches."""
+    layout, pipeline = {"pipe": 2, "context": 4}, {"schedule": "gpipe", "microbatches": 4}
+    plan, text = compiled(config_for("untied-6", layout, train={"batch_size": 16}, pipeline=pipeline))
+    key = ("context",), "collective-permute"
+    measured, _ = compiled_traffic(plan, text)
+    expected = sum(i.traffic.payload_bytes for i in expected_traffic(plan) if (i.axes, i.traffic.kind) == key)
+    assert measured[key] * 4 == expected * 5 > 0
+
+
 @pytest.fixture
 def staged(config_for):
     """`staged(model, stage, microbatches, **sections)`: plan and compiled text on the model's hybrid mesh."""
@@ -115,7 +150,7 @@ def variants(plan: Plan) -> list[Counter]:
     """The formulas' bytes by axes and kind, and the same after what XLA is free to do.
 
     It may gather a table that is both embedding and output once instead of twice. On CPU it may sum a gradient over
-    `fsdp`, cut it, and sum the part over `data`, where the formula has one sum over both and then the cut: it does so
+    `fsdp`, cut it, and sum the part over `data` or `context`, where the formula sums the whole over both: it does so
     for the one weight that nothing stands between the product and its layout. With sequence parallelism it may take the
     gradients of norms' biases in layers from an array that it has whole.
     """
@@ -136,9 +171,15 @@ def variants(plan: Plan) -> list[Counter]:
     may_merge = plan.config.model.tied and base[("fsdp",), "all-gather"] > 0
     may_move = base[("data", "fsdp"), "all-reduce"] > down and plan.config.parallel.zero_stage >= 2
     biases = 4 * sum(p.size for p in plan.parameters if re.fullmatch(r"blocks/.*norm/bias", p.path))
-    whole = Counter({(("tensor",), "all-reduce"): -biases * plan.config.train.microbatches})
+    biases *= plan.config.train.microbatches
+    whole = Counter({(("tensor",), "all-reduce"): -biases})
+    if shape["context"] > 1:
+        whole = Counter({(("context", "tensor"), "all-reduce"): -biases, (("context",), "all-reduce"): biases})
+    cut = Counter({(("context",), "all-reduce"): down // shape["fsdp"] - down})
+    may_cut = shape["context"] > 1 and shape["fsdp"] > 1 and plan.config.parallel.zero_stage >= 2
     may_be_whole = biases > 0 and plan.config.parallel.sequence_parallel
-    changes = [change for change, may in ((merged, may_merge), (moved, may_move), (whole, may_be_whole)) if may]
+    possible = ((merged, may_merge), (moved, may_move), (whole, may_be_whole), (cut, may_cut))
+    changes = [change for change, may in possible if may]
     found = []
     for chosen in itertools.product([False, True], repeat=len(changes)):
         variant = Counter(base)

@@ -1,7 +1,6 @@
 """Every mesh of 8 devices over data, fsdp and tensor computes what one device computes: loss, every gradient, five
 steps."""
 
-import numpy as np
 import pytest
 
 MESHES = [
@@ -20,26 +19,9 @@ def name_of(layout: dict) -> str:
     return sizes + ("-sequence" if layout["sequence_parallel"] else "")
 
 
-def assert_same(found, expected):
-    for step, (got, want) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
-        assert got.keys() == want.keys()
-        for metric in want:
-            np.testing.assert_allclose(got[metric], want[metric], rtol=2e-5, err_msg=f"{metric} of step {step}")
-    assert_close("gradient", found.gradients, expected.gradients)
-    assert_close("parameter", found.params, expected.params)
-
-
-def assert_close(what: str, found: dict, expected: dict):
-    """Each array to 1e-4 of its largest entry; the absolute part is for what is zero but for rounding (a key bias)."""
-    assert found.keys() == expected.keys()
-    for path, want in expected.items():
-        tolerance = 1e-4 * np.abs(want).max() + 1e-6
-        np.testing.assert_allclose(found[path], want, rtol=0, atol=tolerance, err_msg=f"{what} {path}")
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_layout_equals_one_device(model, layout, reference, layout_run):
+def test_layout_equals_one_device(model, layout, reference, layout_run, assert_same):
     assert_same(layout_run(model, layout), reference(model))
 
 
@@ -48,19 +30,19 @@ def test_layout_equals_one_device(model, layout, reference, layout_run):
     [{"remat": {"policy": "full"}}, {"remat": {"policy": "dots"}}, {"kernels": {"unroll_layers": True}}],
     ids=["full", "dots", "unrolled"],
 )
-def test_recomputation_and_unrolling_change_nothing(sections, reference, layout_run):
+def test_recomputation_and_unrolling_change_nothing(sections, reference, layout_run, assert_same):
     layout = {"data": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True}
     assert_same(layout_run("llama", layout, **sections), reference("llama"))
 
 
-def test_shared_heads_caps_windows_and_tiles_change_nothing(reference, layout_run):
+def test_shared_heads_caps_windows_and_tiles_change_nothing(reference, layout_run, assert_same):
     """One key/value head for four devices, and attention in tiles against the one-device run's full scores."""
     layout = {"fsdp": 2, "tensor": 4, "sequence_parallel": True}
     tiles = {"attention": "blockwise", "attention_block": 6}
     assert_same(layout_run("gemma", layout, kernels=tiles, remat={"policy": "dots"}), reference("gemma"))
 
 
-def test_one_stretch_of_text_changes_nothing(reference, layout_run):
+def test_one_stretch_of_text_changes_nothing(reference, layout_run, assert_same):
     layout = {"fsdp": 4, "tensor": 2, "sequence_parallel": True}
     data = {"sequence_length": 16, "document_boundaries": "ignore"}
     found = layout_run("gpt2", layout, data=data, kernels={"unroll_layers": True}, remat={"policy": "full"})

@@ -1,7 +1,10 @@
-"""Causal self-attention with grouped heads: one function, five implementations that agree, and the choice among them.
+"""Causal self-attention with grouped heads: one function, five implementations that agree, the choice among them, and
+three methods for a sequence that devices share.
 
 Shapes: B batch, T tokens, K key/value heads, G queries per key/value head, N head dim.
 """
+
+from functools import partial
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -11,9 +14,11 @@ from jaxpar.parallel.attention.choice import BLOCKWISE_MIN_TOKENS, IMPLEMENTATIO
 from jaxpar.parallel.attention.cudnn import cudnn_attention
 from jaxpar.parallel.attention.pallas_gpu import pallas_gpu_attention
 from jaxpar.parallel.attention.reference import reference_attention
+from jaxpar.parallel.attention.ring import ring_attention
 from jaxpar.parallel.attention.sharding import by_batch_and_heads
 from jaxpar.parallel.attention.splash import splash_attention
-from jaxpar.parallel.constrain import record_call
+from jaxpar.parallel.attention.ulysses import by_heads
+from jaxpar.parallel.constrain import current_execution, num_shards, record_call
 
 __all__ = ["BLOCKWISE_MIN_TOKENS", "IMPLEMENTATIONS", "attention", "choose"]
 
@@ -33,14 +38,16 @@ def attention(
     """softmax(cap(scale · q·k) + mask) · v [B, T, K, G, N] in q's dtype, where cap(x) = c · tanh(x / c).
 
     A query sees itself and what lies before it in the sequence, in its own segment, and no further back than the
-    window. Softmax and sums are float32. Padding (segment 0) attends to padding: its outputs and gradients are finite.
+    window. Where the active plan has devices share a sequence, its columns are in the plan's order. Softmax and sums
+    are float32. Padding (segment 0) attends to padding: its outputs and gradients are finite.
     For remat policies the output is named "attention_output", and what "blockwise" keeps besides "attention_logsumexp".
 
     Args:
       segment_ids_BT: int32 document of each token, 0 for padding; None means one document in each sequence.
       window: tokens that a query sees, itself among them; None sees all (Mistral 7B, section 2).
       softcap: bound on scores (Gemma 2, section 2); None leaves them.
-      implementation: one of `IMPLEMENTATIONS`, as `choose` names it.
+      implementation: one of `IMPLEMENTATIONS`, as `choose` names it; where keys come to a device's queries ("ring",
+        "all_gather") tiles as in "blockwise" are computed, whatever it is.
       block: queries and keys in one tile of "blockwise", and upper limit of it in "splash" and "pallas"; the others
         ignore it.
 
@@ -59,6 +66,31 @@ def attention(
             raise ValueError(
                 f"attention's {name} must be positive, not {value}" + ("; None is without" if name != "block" else "")
             )
+    local = partial(
+        _on_whole_sequences, window=window, softcap=softcap, scale=scale, implementation=implementation, block=block
+    )
+    operands = (q_BTKGN, k_BTKN, v_BTKN, segment_ids_BT)
+    if num_shards("sequence") == 1:
+        return local(*operands)
+    method = current_execution().context_method
+    if method == "ulysses":
+        return by_heads(local)(*operands)
+    gathers = method == "all_gather"
+    return ring_attention(*operands, window=window, softcap=softcap, scale=scale, block=block, gathers=gathers)
+
+
+def _on_whole_sequences(
+    q_BTKGN: jax.Array,
+    k_BTKN: jax.Array,
+    v_BTKN: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    *,
+    window: int | None,
+    softcap: float | None,
+    scale: float,
+    implementation: str,
+    block: int,
+) -> jax.Array:
     operands = (q_BTKGN, k_BTKN, v_BTKN, segment_ids_BT)
     # XLA partitions along batch and heads without communication, but not the Pallas kernels: those are given `shard`.
     match implementation:

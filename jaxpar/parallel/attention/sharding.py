@@ -17,9 +17,10 @@ def by_batch_and_heads(local: LocalAttention) -> LocalAttention:
 
     def attend(q_BTKGN: jax.Array, k_BTKN: jax.Array, v_BTKN: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
         table = execution.activations
-        q_spec = spec_of(execution, "attention", q_BTKGN.shape, ("batch", "sequence", "heads", None, "head_dim"), table)
-        kv_spec = spec_of(execution, "attention", k_BTKN.shape, ("batch", "sequence", "heads", "head_dim"), table)
-        token_spec = spec_of(execution, "attention", q_BTKGN.shape[:2], ("batch", "sequence"), table)
+        heads = "attention_heads"
+        q_spec = spec_of(execution, "attention", q_BTKGN.shape, ("batch", None, heads, None, "head_dim"), table)
+        kv_spec = spec_of(execution, "attention", k_BTKN.shape, ("batch", None, heads, "head_dim"), table)
+        token_spec = spec_of(execution, "attention", q_BTKGN.shape[:2], ("batch", None), table)
         in_specs = (q_spec, kv_spec, kv_spec, token_spec)
         return device_by_device(execution, local, in_specs, q_spec)(q_BTKGN, k_BTKN, v_BTKN, segment_ids_BT)
 

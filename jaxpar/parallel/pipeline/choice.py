@@ -8,6 +8,7 @@ from jaxpar.parallel.pipeline.catalogue import SCHEDULES, build_schedule
 from jaxpar.parallel.pipeline.makespan import Costs, ideal_time, in_flight, makespan
 from jaxpar.parallel.pipeline.routing import route
 from jaxpar.parallel.pipeline.schedule import PipelineSchedule
+from jaxpar.parallel.pipeline.tick_loops import has_branches
 
 __all__ = ["Candidate", "Choice", "Measured", "SlotSizes", "choose_schedule", "measure"]
 
@@ -87,7 +88,7 @@ def choose_schedule(
       mode: how ranks wait for each other, see `makespan`.
       max_in_flight: the largest `Measured.held`.
       slots: of the schedules with split backward.
-      only_aligned: all ranks must run the same kind of task in a tick.
+      only_aligned: all ranks must run the same kind of task in a tick, and which is known when compiling.
 
     Raises:
       ValueError: no schedule can be built, or none fits; says which one keeps least.
@@ -103,6 +104,8 @@ def choose_schedule(
         refused = ""
         if only_aligned and not schedule.aligned:
             refused = "ranks run different kinds of task in one tick"
+        elif only_aligned and has_branches(route(schedule)):
+            refused = "it alternates too often to be compiled without branches"
         elif max_in_flight is not None and measured.held > max_in_flight:
             refused = f"it keeps {measured.held:.4g} activations, more than max_in_flight={max_in_flight:g}"
         candidates.append(Candidate(name, num_chunks, measured, refused))

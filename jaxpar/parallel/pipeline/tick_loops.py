@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxpar.parallel.pipeline.routing import RoutedSchedule
 from jaxpar.parallel.pipeline.schedule import Kind
 
-__all__ = ["KnownTick", "loops", "num_transfers"]
+__all__ = ["KnownTick", "has_branches", "loops", "num_transfers"]
 
 _MOST_LOOPS = 8
 """A table that takes more is one loop that chooses at each tick, so that compiling takes as long for any table."""
@@ -30,6 +30,12 @@ def loops(routed: RoutedSchedule) -> list[tuple[slice, Sequence[KnownTick | None
     if not 0 < len(runs) <= _MOST_LOOPS:
         return [(slice(0, routed.schedule.num_ticks), [None])]
     return [(ticks, [_known(routed, ticks, kinds, place) for place in range(len(kinds))]) for ticks, kinds in runs]
+
+
+def has_branches(routed: RoutedSchedule) -> bool:
+    """Whether tasks stand in branches, because their kind is not known when compiling: a collective-permute must not
+    stand there."""
+    return any(known is None for _, group in loops(routed) for known in group)
 
 
 def num_transfers(routed: RoutedSchedule) -> int:

@@ -65,7 +65,8 @@ def test_every_candidate_has_its_numbers_or_its_reason() -> None:
     times = [
         candidate.measured.makespan for candidate in aligned.candidates if candidate.measured and not candidate.refused
     ]
-    assert times == sorted(times) == [33.0, 33.0, 96.0]
+    assert times == sorted(times) == [33.0, 33.0]
+    assert refused["naive"] == "it alternates too often to be compiled without branches"
 
 
 def test_a_measured_schedule_counts_what_a_program_for_all_ranks_has_room_for() -> None:
