@@ -61,6 +61,9 @@ def transformer_flops_per_token(
     vocab_size: int,
     sequence_length: int,
     windows: Sequence[int | None] | None = None,
+    expert_layers: int = 0,
+    expert_dim: int = 0,
+    num_experts: int = 0,
 ) -> FlopsPerToken:
     """FLOPs per token of a decoder-only Transformer, by the convention of `CONVENTION`.
 
@@ -72,6 +75,8 @@ def transformer_flops_per_token(
     Args:
         vocab_size: entries of the vocabulary, without padding.
         windows: for each layer the width of its sliding window, or None for full attention; None for all full.
+        expert_layers: layers in which a token goes through a router of `num_experts` and then, instead of `mlp_dim`,
+            through experts of `expert_dim` together: only what is computed for it counts.
 
     Raises:
         ValueError: `windows` does not have one entry a layer, or an entry is not positive.
@@ -87,11 +92,12 @@ def transformer_flops_per_token(
         )
     if bad := [window for window in layer_windows if window is not None and window < 1]:
         raise ValueError(f"windows has the entry {bad[0]}; a window must be at least 1, or None for full attention")
+    dims = (num_layers - expert_layers) * mlp_dim + expert_layers * expert_dim
     keys_seen = sum(min(window or sequence_length, sequence_length) for window in layer_windows)
     return FlopsPerToken(
         attention_projections=num_layers * 4 * embed_dim * head_dim * (num_heads + num_kv_heads),
         attention_scores=4 * keys_seen * num_heads * head_dim,
-        feed_forward=num_layers * (3 if gated else 2) * 2 * embed_dim * mlp_dim,
+        feed_forward=(3 if gated else 2) * 2 * embed_dim * dims + expert_layers * 2 * embed_dim * num_experts,
         head=2 * embed_dim * vocab_size,
     )
 

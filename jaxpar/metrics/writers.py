@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["JsonLinesWriter", "TensorBoardWriter", "Value", "WandbWriter", "Writer", "make_writers"]
+__all__ = ["JsonLinesWriter", "TensorBoardWriter", "Value", "WandbWriter", "Writer", "heat_map", "make_writers"]
 
-Value = float | int | bool
+Number = float | int | bool
+Value = Number | np.ndarray
+"""A number, or a table of them [rows, columns]."""
 
 
 class Writer(Protocol):
@@ -82,9 +84,11 @@ class JsonLinesWriter:
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Appends a line. Raises TypeError for a value that is not a host number."""
-        line: dict[str, Value | str] = {"step": step}
+        line: dict[str, Any] = {"step": step}
         for key, value in _host_numbers(values).items():
             line[key] = value if math.isfinite(value) else _not_finite(value)
+        for key, table in _tables(values).items():
+            line[key] = [[round(entry, 6) for entry in row] for row in table.tolist()]
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -108,6 +112,8 @@ class TensorBoardWriter:
         """Adds one scalar a key. Raises TypeError for a value that is not a host number."""
         for key, value in _host_numbers(values).items():
             self._events.add_scalar(key, value, step)
+        for key, table in _tables(values).items():
+            self._events.add_image(key, heat_map(table), step, dataformats="HWC")
 
     def close(self) -> None:
         """Writes what is queued and closes the event file."""
@@ -132,16 +138,31 @@ class WandbWriter:
             id_path.write_text(uuid.uuid4().hex + "\n", encoding="utf-8")
         run_id = id_path.read_text(encoding="utf-8").strip()
         self._run = module.init(project=project, id=run_id, resume="allow", dir=os.fspath(run_dir), config=dict(config))
+        self._image = module.Image
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Logs the values with their step. Raises TypeError for a value that is not a host number."""
-        self._run.log({"step": step, **_host_numbers(values)})
+        pictures = {key: self._image(heat_map(table)) for key, table in _tables(values).items()}
+        self._run.log({"step": step, **_host_numbers(values), **pictures})
 
     def close(self) -> None:
         """Uploads what is left and ends the W&B run."""
         self._run.finish()
+
+
+def heat_map(table: np.ndarray, cell_pixels: int = 12) -> np.ndarray:
+    """A picture [height, width, 3] of uint8: a square for each entry, from white (0) through orange (the mean) to dark
+    red (twice the mean and more).
+
+    >>> heat_map(np.array([[0.0, 1.0]]), cell_pixels=1).tolist()
+    [[[255, 255, 255], [103, 0, 13]]]
+    """
+    colours = np.array([[255, 255, 255], [252, 146, 114], [103, 0, 13]], np.float64)
+    place = np.clip(table / max(table.mean(), 1e-12), 0.0, 2.0)
+    picture = np.stack([np.interp(place, [0.0, 1.0, 2.0], colours[:, channel]) for channel in range(3)], axis=-1)
+    return picture.round().astype(np.uint8).repeat(cell_pixels, axis=0).repeat(cell_pixels, axis=1)
 
 
 def _tracker(package: str, setting: str) -> ModuleType:
@@ -155,15 +176,19 @@ def _tracker(package: str, setting: str) -> ModuleType:
         ) from error
 
 
-def _host_numbers(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Plain bool, int and float for Python's and NumPy's numbers.
+def _host_numbers(values: Mapping[str, Value]) -> dict[str, Number]:
+    """Plain bool, int and float for Python's and NumPy's numbers; tables are left out.
 
     A device array is refused: to convert it would wait for the step that computes it.
     """
-    return {key: _host_number(key, value) for key, value in values.items()}
+    return {key: _host_number(key, value) for key, value in values.items() if key not in _tables(values)}
 
 
-def _host_number(key: str, value: Any) -> Value:
+def _tables(values: Mapping[str, Value]) -> dict[str, np.ndarray]:
+    return {key: value for key, value in values.items() if isinstance(value, np.ndarray) and value.ndim == 2}
+
+
+def _host_number(key: str, value: Any) -> Number:
     if key == "step":
         raise ValueError('values must not have the key "step"; it is an argument of write()')
     if isinstance(value, bool | np.bool_):

@@ -13,10 +13,21 @@ from jaxpar.optim.adafactor import adafactor, relative_step
 from jaxpar.optim.adam import adamw, adamw8bit
 from jaxpar.optim.momentum import lion, sgd
 from jaxpar.optim.muon import muon
-from jaxpar.optim.per_layer import AT_ONCE, MapUpdates, Optimizer, per_layer
-from jaxpar.optim.rule import Context, Rounding, Rule, StoredRule, averaged, scaled, stored, with_weight_decay
+from jaxpar.optim.per_layer import AT_ONCE, MapUpdates, Optimizer, Rows, per_layer
+from jaxpar.optim.rule import (
+    Context,
+    Rounding,
+    Rule,
+    StoredRule,
+    averaged,
+    balancing,
+    of_each,
+    scaled,
+    stored,
+    with_weight_decay,
+)
 from jaxpar.optim.sm3 import sm3
-from jaxpar.parallel.rules import LogicalAxes, is_stacked, is_vector, of_one_layer
+from jaxpar.parallel.rules import LogicalAxes, is_stacked, is_vector, of_one_layer, of_one_matrix
 
 __all__ = ["RULES", "check_optimizer", "decays", "learning_rates", "make_optimizer"]
 
@@ -42,7 +53,8 @@ def make_optimizer(
     rounding: Rounding = "nearest",
     average_decay: float = 0.0,
     map_updates: MapUpdates = AT_ONCE,
-    rows: Sequence[int] = (),
+    rows: Rows | None = None,
+    balance_rates: Mapping[str, float] | None = None,
 ) -> Optimizer:
     """The update rule for parameters with the paths and logical axes `axes`.
 
@@ -55,17 +67,18 @@ def make_optimizer(
       rounding: How the update of a bfloat16 parameter is rounded.
       average_decay: Of a moving average of the parameters, kept in the state; 0 keeps none.
       map_updates: How updates are mapped over the layers of stacked parameters, and over the others.
-      rows: The number of the layer in each place of a stack, if they are not in order.
+      balance_rates: Of parameters that no loss decides, but how far a load is from balance, by path.
+      rows: From a stack's length the number of the layer in each of its places, if they are not in order.
 
     Raises:
       ValueError: a pattern of `optimizer.no_decay` matches no parameter, or there are no layers for
         `optimizer.layer_decay`.
     """
     _check_parameters(config, axes)
-    rules = {
-        path: averaged(_rule(config, path, names, master_weights, rounding), average_decay)
-        for path, names in axes.items()
-    }
+    rules = {path: _rule(config, path, names, master_weights, rounding) for path, names in axes.items()}
+    for path, rate in (balance_rates or {}).items():
+        rules[path] = stored(balancing(rate), master_weights=master_weights, rounding=rounding)
+    rules = {path: averaged(rule, average_decay) for path, rule in rules.items()}
     return per_layer(rules, axes, learning_rates(config, schedule), seed=seed, map_updates=map_updates, rows=rows)
 
 
@@ -119,7 +132,8 @@ def _check_parameters(config: OptimizerConfig, axes: Mapping[str, LogicalAxes]) 
 def _rule(
     config: OptimizerConfig, path: str, axes: LogicalAxes, master_weights: bool, rounding: Rounding
 ) -> StoredRule:
-    rule = RULES[type(config)](config, path, of_one_layer(axes))
+    rule = RULES[type(config)](config, path, of_one_matrix(axes))
+    rule = of_each(rule) if of_one_matrix(axes) != of_one_layer(axes) else rule
     rule = with_weight_decay(rule, config.weight_decay if decays(path, axes, config.no_decay) else 0.0)
     rule = _with_layer_decay(rule, config.layer_decay, axes)
     return stored(rule, master_weights=master_weights, rounding=rounding)

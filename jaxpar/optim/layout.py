@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxpar.optim.matrices import MatrixView, matrix_view
-from jaxpar.parallel.rules import LogicalAxes, is_stacked, of_one_layer
+from jaxpar.parallel.rules import LogicalAxes, of_one_matrix
 
 __all__ = ["role_axes", "state_axes"]
 
@@ -59,7 +59,8 @@ def role_axes(role: str, path: str, axes: LogicalAxes) -> LogicalAxes:
     """
     if role in _LIKE_PARAMETER:
         return axes
-    view = matrix_view(path, of_one_layer(axes))
+    of_one = of_one_matrix(axes)
+    view = matrix_view(path, of_one)
     assert view is not None, f"{path}: a vector has no {role}"
-    stack = axes[:1] if is_stacked(axes) else ()
+    stack = axes[: len(axes) - len(of_one)]
     return (*stack, *_OF_MATRIX[role](view))

@@ -14,7 +14,7 @@ from jaxpar.optim.rounding import random_key
 from jaxpar.optim.rule import Arrays, Context, StoredRule
 from jaxpar.parallel.rules import LogicalAxes, is_stacked
 
-__all__ = ["AT_ONCE", "MapUpdates", "Optimizer", "per_layer"]
+__all__ = ["AT_ONCE", "MapUpdates", "Optimizer", "Rows", "per_layer"]
 
 Params = Any
 State = dict[str, Any]
@@ -24,6 +24,10 @@ Shared = dict[str, jax.Array]
 """Scalars of an update: `count`, `rate`, and `accept` where an update may be turned down."""
 UpdateGroup = Callable[..., tuple[Group, Group]]
 """(`Shared`, layer index or None, gradients, state, parameters) → (new parameters, new state)."""
+
+
+Rows = Callable[[int], Sequence[int]]
+"""From a stack's length the number of the layer in each of its places, negative where there is none."""
 
 
 class MapUpdates(NamedTuple):
@@ -64,15 +68,17 @@ def per_layer(
     *,
     seed: int,
     map_updates: MapUpdates = AT_ONCE,
-    rows: Sequence[int] = (),
+    rows: Rows | None = None,
 ) -> Optimizer:
     """The optimizer that applies `rules[path]` to every parameter, mapped over the layers of those that are stacked.
 
     Rules see one layer, so that no statistic mixes layers. Parameters of stacks with as many layers are mapped
-    together. `rows` are the layers' numbers in the order in which they are stacked (negative where there is none);
-    without, they are in order.
+    together. `rows` gives the layers' numbers in the order in which they are stacked (negative where there is none)
+    from the length of a stack; without, they are in order.
     """
-    ordered = np.maximum(np.asarray(rows, np.int32), 0)
+
+    def numbers(size: int) -> np.ndarray:
+        return np.arange(size, dtype=np.int32) if rows is None else np.maximum(np.asarray(rows(size), np.int32), 0)
 
     def init(params: Params) -> State:
         def init_one(keys: tuple, parameter: jax.Array) -> Arrays:
@@ -94,7 +100,7 @@ def per_layer(
         jax.tree_util.tree_map_with_path(collect, params, gradients, state["arrays"])
         count = state["count"]
         stacks = _stacks({path: parameter for path, (*_, parameter) in by_path.items()}, axes)
-        depths = {size: int(ordered.max()) + 1 if len(ordered) else size for size in stacks if size}
+        depths = {size: int(numbers(size).max()) + 1 for size in stacks if size}
         deepest = max(depths.values(), default=0)
         shared: Shared = {"count": count, "rate": jnp.asarray(schedule(count), jnp.float32)}
         shared |= {} if accept is None else {"accept": accept}
@@ -104,8 +110,7 @@ def per_layer(
             update = _if_accepted(_update_of_group(rules, seed, depths.get(size, deepest)))
             operands = [{path: by_path[path][part] for path in members} for part in range(3)]
             if size:
-                numbers = jnp.asarray(ordered) if len(ordered) else jnp.arange(size, dtype=jnp.int32)
-                changed = map_updates.layers(update, shared, numbers, *operands)
+                changed = map_updates.layers(update, shared, jnp.asarray(numbers(size)), *operands)
             else:
                 changed = map_updates.others(update, shared, *operands)
             new_params |= changed[0]

@@ -13,7 +13,7 @@ from jaxpar.optim.adafactor import factored_view
 from jaxpar.optim.matrices import matrix_shape, matrix_view
 from jaxpar.optim.muon import is_hidden_matrix
 from jaxpar.optim.quantization import num_blocks
-from jaxpar.parallel.rules import LogicalAxes, is_stacked, of_one_layer
+from jaxpar.parallel.rules import LogicalAxes, of_one_matrix
 
 __all__ = ["PROPERTIES", "Properties", "StateArray", "state_arrays", "state_bytes"]
 
@@ -57,9 +57,10 @@ def state_arrays(
     config: OptimizerConfig, path: str, axes: LogicalAxes, shape: Shape, *, master_weights: bool = False
 ) -> Kept:
     """A parameter's state by role; `master_weights` says that it has 16 bits and a float32 copy in the state."""
-    stack, layer_shape = (shape[:1], shape[1:]) if is_stacked(axes) else ((), shape)
-    kept = PROPERTIES[type(config)].arrays(config, path, of_one_layer(axes), layer_shape)
-    master = {"master": StateArray(layer_shape)} if master_weights else {}
+    of_one = of_one_matrix(axes)
+    stack, shape = shape[: len(axes) - len(of_one)], shape[len(axes) - len(of_one) :]
+    kept = PROPERTIES[type(config)].arrays(config, path, of_one, shape)
+    master = {"master": StateArray(shape)} if master_weights else {}
     return {role: StateArray((*stack, *array.shape), array.itemsize) for role, array in (kept | master).items()}
 
 

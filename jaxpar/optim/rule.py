@@ -1,11 +1,12 @@
 """The update rule of one parameter of one layer, and what every rule is dressed in.
 
-A wrapper takes a rule and returns one, and is the identity when off. From the inside out: `with_weight_decay`, `scaled`
-(layer-wise decay), `stored` (number formats), `averaged` (the parameters' moving average).
+A wrapper takes a rule and returns one, and is the identity when off. From the inside out: `of_each` (experts),
+`with_weight_decay`, `scaled` (layer-wise decay), `stored` (number formats), `averaged` (a moving average of the
+parameters).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import jax
@@ -13,7 +14,19 @@ import jax.numpy as jnp
 
 from jaxpar.optim.rounding import stochastically_rounded
 
-__all__ = ["Arrays", "Context", "Rounding", "Rule", "StoredRule", "averaged", "scaled", "stored", "with_weight_decay"]
+__all__ = [
+    "Arrays",
+    "Context",
+    "Rounding",
+    "Rule",
+    "StoredRule",
+    "averaged",
+    "balancing",
+    "of_each",
+    "scaled",
+    "stored",
+    "with_weight_decay",
+]
 
 Arrays = dict[str, jax.Array]
 """A parameter's state by role: "first", "second", "rows", "columns", ... (`jaxpar.optim.layout` says what they are)."""
@@ -70,6 +83,33 @@ def scaled(rule: Rule, scale: Callable[[Context], jax.Array | float]) -> Rule:
         return scale(context) * difference, arrays
 
     return rule._replace(step=step)
+
+
+def of_each(rule: Rule) -> Rule:
+    """The rule for every entry of a parameter's first dim by itself: experts, of which each is a matrix."""
+
+    def step(gradient: jax.Array, arrays: Arrays, parameter: jax.Array, context: Context) -> tuple[jax.Array, Arrays]:
+        def one(
+            index: jax.Array, gradient: jax.Array, arrays: Arrays, parameter: jax.Array
+        ) -> tuple[jax.Array, Arrays]:
+            def key(purpose: str) -> jax.Array:
+                return jax.random.fold_in(context.key(purpose), index)
+
+            return rule.step(gradient, arrays, parameter, replace(context, key=key))
+
+        return jax.vmap(one)(jnp.arange(parameter.shape[0]), gradient, arrays, parameter)
+
+    return Rule(jax.vmap(rule.init), step)
+
+
+def balancing(rate: float) -> Rule:
+    """Steps of one size against the sign of what is given as the gradient, whatever the learning rate: the load of an
+    expert less the mean one (DeepSeek-V3, Liu 2024, section 2.1.2)."""
+
+    def step(gradient: jax.Array, arrays: Arrays, parameter: jax.Array, context: Context) -> tuple[jax.Array, Arrays]:
+        return rate * jnp.sign(gradient), arrays
+
+    return Rule(lambda parameter: {}, step)
 
 
 def stored(rule: Rule, *, master_weights: bool, rounding: Rounding) -> StoredRule:

@@ -19,7 +19,9 @@ __all__ = [
     "Table",
     "is_stacked",
     "is_vector",
+    "keeps_format",
     "of_one_layer",
+    "of_one_matrix",
     "resolve",
     "resolve_where_it_divides",
 ]
@@ -38,6 +40,16 @@ def of_one_layer(axes: LogicalAxes) -> LogicalAxes:
     return tuple(axes[1:] if is_stacked(axes) else axes)
 
 
+def of_one_matrix(axes: LogicalAxes) -> LogicalAxes:
+    """The logical axes of what an optimizer sees as one tensor: of one layer, and of one of its experts.
+
+    >>> of_one_matrix(("layers", "experts", "embed", "mlp")), of_one_matrix(("vocab", "embed"))
+    (('embed', 'mlp'), ('vocab', 'embed'))
+    """
+    rest = of_one_layer(axes)
+    return tuple(rest[1:] if rest and rest[0] == "experts" else rest)
+
+
 def is_vector(path: str, axes: LogicalAxes) -> bool:
     """Whether a parameter is a vector in each layer: it has one dim, or is a bias, whose dims are those of the vector
     that it is added to. All others are matrices.
@@ -46,6 +58,12 @@ def is_vector(path: str, axes: LogicalAxes) -> bool:
     (True, False)
     """
     return len(of_one_layer(axes)) < 2 or path.rsplit("/", 1)[-1].endswith("bias")
+
+
+def keeps_format(path: str, axes: LogicalAxes) -> bool:
+    """Whether a parameter is used in the format that it is stored in, whatever activations are computed in: vectors,
+    and what is multiplied for a router's decisions."""
+    return is_vector(path, axes) or "router" in axes
 
 
 @dataclass(frozen=True)

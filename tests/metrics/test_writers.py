@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpar.metrics import JsonLinesWriter, TensorBoardWriter, WandbWriter, make_writers
+from jaxpar.metrics.writers import heat_map
 
 
 def _strict_lines(path):
@@ -234,3 +235,17 @@ def test_writers_made_so_far_are_closed_when_one_fails(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="needs wandb"):
         make_writers(tmp_path, tensorboard=False, wandb_project="p", config={}, start_step=0)
     assert len(closed) == 1
+
+
+def test_a_table_is_a_list_of_rows_and_a_picture(tmp_path):
+    table = np.array([[0.25, 0.75], [0.5, 0.5]], np.float32)
+    writer = JsonLinesWriter(tmp_path / "metrics.jsonl")
+    writer.write(3, {"loss": 1.0, "experts/load": table})
+    writer.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 3, "loss": 1.0, "experts/load": [[0.25, 0.75], [0.5, 0.5]],
+    }  # fmt: skip
+    picture = heat_map(table, cell_pixels=3)
+    assert (picture.shape, picture.dtype) == ((6, 6, 3), np.uint8)
+    assert picture[0, 0].sum() > picture[3, 0].sum() > picture[0, 3].sum(), "the fuller the darker"
+    assert (picture[3:, :3] == picture[3:, 3:]).all()

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config.optimizers import SGD, Adafactor, AdamW, AdamW8bit, Muon
+from jaxpar.config.optimizers import SGD, SM3, Adafactor, AdamW, AdamW8bit, Muon
 from jaxpar.config.schema import ConstantSchedule, CosineSchedule
-from jaxpar.optim import AT_ONCE, PROPERTIES, check_optimizer, make_optimizer
+from jaxpar.optim import AT_ONCE, PROPERTIES, check_optimizer, make_optimizer, role_axes
 from jaxpar.optim.build import decays
+from jaxpar.optim.properties import state_arrays
 
 AXES = {
     "blocks/attention/query": ("layers", "embed", "heads", "head_dim"),
@@ -127,3 +128,43 @@ def test_the_rate_is_that_after_the_updates_already_made() -> None:
         assert state["count"] == count
         params, state = optimizer.apply({"w": -jnp.ones(1)}, state, params)
         np.testing.assert_allclose(params["w"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("config", [Muon(), Adafactor(), SM3(), AdamW8bit(min_size=1)], ids=lambda config: config.name)
+def test_every_expert_is_a_matrix_of_its_own(config: Any) -> None:
+    """Steps of a stack of experts are those of each alone, and so is the state."""
+    axes = ("embed", "mlp")
+    random = np.random.default_rng(0)
+    weights, gradients = random.normal(size=(2, 2, 3, 130, 140)).astype(np.float32)
+
+    def stepped(axes: tuple, weights: np.ndarray, gradients: np.ndarray) -> tuple[Any, Any]:
+        optimizer = make_optimizer(config, lambda count: 0.1, {"up": axes}, seed=0)
+        state = optimizer.init({"up": jnp.asarray(weights)})
+        params, state = optimizer.apply({"up": jnp.asarray(gradients)}, state, {"up": jnp.asarray(weights)})
+        return params["up"], state["arrays"]["up"]
+
+    found, kept = stepped(("layers", "experts", *axes), weights, gradients)
+    for layer in range(2):
+        for expert in range(3):
+            alone, own = stepped(axes, weights[layer, expert], gradients[layer, expert])
+            np.testing.assert_allclose(found[layer, expert], alone, atol=2e-5)
+            for role, array in own.items():
+                np.testing.assert_allclose(np.asarray(kept[role][layer, expert], np.float32), array, atol=1e-4)
+    shapes = {role: array.shape for role, array in kept.items()}
+    kept_axes = ("layers", "experts", *axes)
+    assert shapes == {
+        role: array.shape for role, array in state_arrays(config, "up", kept_axes, (2, 3, 130, 140)).items()
+    }
+    for role, shape in shapes.items():
+        assert role_axes(role, "up", kept_axes)[:2] == ("layers", "experts")
+        assert len(role_axes(role, "up", kept_axes)) == len(shape)
+
+
+def test_a_bias_moves_by_the_sign_of_its_load_whatever_the_learning_rate() -> None:
+    axes = {"balance_bias": ("layers", "router")}
+    optimizer = make_optimizer(AdamW(), lambda count: 123.0, axes, seed=0, balance_rates={"balance_bias": 0.25})
+    bias = {"balance_bias": jnp.ones((1, 3))}
+    state = optimizer.init(bias)
+    assert not jax.tree.leaves(state["arrays"])
+    moved, _ = optimizer.apply({"balance_bias": jnp.array([[0.3, 0.0, -1e-4]])}, state, bias)
+    np.testing.assert_allclose(moved["balance_bias"], [[0.75, 1.0, 1.25]])
