@@ -242,7 +242,7 @@ def _gradients_of(case: Case) -> Callable:
         return make_gradients(case.plan)
     settings = LossSettings(config.loss.z_loss, config.loss.label_smoothing, config.loss.chunk_tokens)
     weighted = scan_gradients(case.plan, settings, checkpoint_stage=SCANS[case.name])
-    return clipped(mean_over_tokens(weighted), config.train.max_grad_norm)
+    return clipped(mean_over_tokens(weighted, case.plan), config.train.max_grad_norm)
 
 
 def _compared(console: Console, config: Config, cases: Sequence[Case], rounds: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.accumulation import microbatches
+from jaxpar.parallel.auxiliary import LossWeights
 from jaxpar.parallel.constrain import num_shards
 from jaxpar.parallel.layers import StageLayers, stage_layers
 from jaxpar.parallel.loss import LossSettings, cross_entropy
@@ -100,9 +101,9 @@ def scan_gradients(plan: Plan, settings: LossSettings, *, checkpoint_stage: bool
         return dstacked, *jax.lax.psum((dshared, sums), _AXIS)
 
     def gradients(
-        params: Any, batch: Mapping[str, jax.Array], keys_B: jax.Array | None, weight: jax.Array
+        params: Any, batch: Mapping[str, jax.Array], keys_B: jax.Array | None, weights: LossWeights
     ) -> tuple[Any, dict[str, jax.Array]]:
-        leaves = plan.by_path(cast_to_compute(params, plan.config.precision.compute, plan.vectors))
+        leaves = plan.by_path(cast_to_compute(params, plan.config.precision.compute, plan.uncast))
         stacked = {path: leaf for path, leaf in leaves.items() if is_stacked(plan.axes[path])}
         shared = {path: leaf for path, leaf in leaves.items() if path not in stacked}
         items = microbatches({"batch": dict(batch), "keys": keys_B}, num_microbatches)
@@ -113,7 +114,7 @@ def scan_gradients(plan: Plan, settings: LossSettings, *, checkpoint_stage: bool
             out_specs=(split, whole, whole),
             axis_names={_AXIS},
             check_vma=False,
-        )(stacked, shared, items, items, weight)
+        )(stacked, shared, items, items, weights.loss)
         return plan.as_params({**dstacked, **dshared}), sums
 
     return gradients

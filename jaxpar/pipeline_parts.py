@@ -16,7 +16,7 @@ from jaxpar.parallel.loss import FactoredLogits
 from jaxpar.parallel.pipeline.backward import CutVjp, SplitBackward, passes_through, reads
 from jaxpar.parallel.pipeline.choice import SlotSizes
 from jaxpar.parallel.pipeline.partition import Work
-from jaxpar.parallel.rules import LogicalAxes, is_stacked, is_vector
+from jaxpar.parallel.rules import LogicalAxes, is_stacked, keeps_format
 from jaxpar.precision import cast_to_compute
 
 __all__ = ["ModelParts"]
@@ -120,9 +120,9 @@ class ModelParts:
 
     def slot_sizes(self) -> SlotSizes:
         """What the layers keep for a backward pass in two parts, by the bytes of all arrays."""
-        vectors = frozenset(path for path, names in self.axes.items() if is_vector(path, names))
+        uncast = frozenset(path for path, names in self.axes.items() if keeps_format(path, names))
         params = jax.eval_shape(
-            lambda params: cast_to_compute(params, self.config.precision.compute, vectors), self.abstract_params
+            lambda params: cast_to_compute(params, self.config.precision.compute, uncast), self.abstract_params
         )
         with self.execution.active():
             x = jax.eval_shape(self._embed, params, self._inputs)

@@ -47,6 +47,18 @@ class PipelinePlan:
         """Which task runs when."""
         return self.measured.schedule
 
+    def rows_of_stack(self, depth: int) -> tuple[int, ...]:
+        """The entry of a stack of `depth` layers that each of its rows has, or EMPTY; layers may be in several stacks,
+        in turn."""
+        return self._reduced(self.num_layers // depth)
+
+    def rows_as_laid_out(self, num_rows: int) -> tuple[int, ...]:
+        """The same, from how many rows the stack has."""
+        return self._reduced(len(self.partition.rows) // num_rows)
+
+    def _reduced(self, every: int) -> tuple[int, ...]:
+        return tuple(row // every for row in self.partition.rows[::every])
+
     @property
     def num_microbatches(self) -> int:
         """Parts of what is between two optimizer steps, or between two sums with gradient accumulation."""

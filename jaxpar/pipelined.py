@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.parallel.accumulation import microbatches
+from jaxpar.parallel.auxiliary import LayerSums, LossWeights, parted
 from jaxpar.parallel.constrain import constrain_gradient
 from jaxpar.parallel.layers import StageLayers, stage_layers
 from jaxpar.parallel.loss import FactoredLogits, LossSettings, cross_entropy
@@ -29,20 +30,24 @@ Item = dict[str, Any]
 
 
 def pipelined_gradients(plan: Plan, settings: LossSettings) -> Callable:
-    """`(params, batch, dropout keys, weight) -> (gradients of weight · loss in float32, sums over valid tokens)`."""
+    """`(params, batch, dropout keys, weights) -> (gradients of the weighted loss in float32, sums over valid
+    tokens)`."""
     assert plan.pipeline is not None
     functions = _functions(plan, partial(_loss, plan, settings))
     routed, number = plan.pipeline.routed, plan.pipeline.num_microbatches
 
     def gradients(
-        params: Params, batch: Mapping[str, jax.Array], keys_B: jax.Array | None, weight: jax.Array
-    ) -> tuple[Params, dict[str, jax.Array]]:
+        params: Params, batch: Mapping[str, jax.Array], keys_B: jax.Array | None, weights: LossWeights
+    ) -> tuple[Params, dict[str, Any]]:
         stacked, shared = _parted(plan, params)
         items = microbatches({"batch": dict(batch), "keys": keys_B}, number)
         found = pipeline_gradients(
-            functions, routed, stacked, shared, items, weight=weight, auxiliary_weight=jnp.zeros(())
-        )
-        return plan.as_params({**found.stacked, **found.shared}), found.sums
+            functions, routed, stacked, shared, items,
+            weight=weights.loss,
+            auxiliary_weights=_weights_of_sums(plan, weights.auxiliary),
+        )  # fmt: skip
+        sums = found.sums if found.auxiliary is None else found.sums | {"experts": found.auxiliary}
+        return plan.as_params({**found.stacked, **found.shared}), sums
 
     return gradients
 
@@ -111,9 +116,9 @@ def _functions(plan: Plan, head: Callable[[Any, jax.Array, Item], Any]) -> Pipel
     def embed(shared: Params, item: Item) -> jax.Array:
         return model(shared).embed(_inputs(plan, item), item["keys"])
 
-    def layers(weights: Params, x: jax.Array, item: Item, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def layers(weights: Params, x: jax.Array, item: Item, stage: jax.Array) -> tuple[jax.Array, LayerSums | None]:
         with stage_layers(StageLayers(starts[stage], counts[stage], is_full)):
-            return model(weights).layers(x, _inputs(plan, item), item["keys"]), jnp.zeros(())
+            return parted(model(weights).layers(x, _inputs(plan, item), item["keys"]))
 
     def place(gradients: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         # Of the stacked ones the first dim, over ranks, is [chunk, layer] here.
@@ -123,6 +128,14 @@ def _functions(plan: Plan, head: Callable[[Any, jax.Array, Item], Any]) -> Pipel
         }
 
     return PipelineFunctions(embed, layers, lambda shared, x, item: head(model(shared), x, item), place, place)
+
+
+def _weights_of_sums(plan: Plan, weight: jax.Array) -> LayerSums | None:
+    """Of what layers add up the auxiliary loss alone is differentiated."""
+    if plan.layer_sums is None:
+        return None
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), plan.layer_sums)
+    return nothing._replace(auxiliary_loss=weight)
 
 
 def _loss(plan: Plan, settings: LossSettings, model: Any, x: jax.Array, item: Item) -> tuple[jax.Array, dict]:
@@ -139,7 +152,7 @@ def _inputs(plan: Plan, item: Item) -> dict[str, Any]:
 
 def _parted(plan: Plan, params: Params) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Weights in the compute format by path: those of layers, and the others."""
-    leaves = plan.by_path(cast_to_compute(params, plan.config.precision.compute, plan.vectors))
+    leaves = plan.by_path(cast_to_compute(params, plan.config.precision.compute, plan.uncast))
     stacked = {path: leaf for path, leaf in leaves.items() if is_stacked(plan.axes[path])}
     return stacked, {path: leaf for path, leaf in leaves.items() if path not in stacked}
 

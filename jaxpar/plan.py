@@ -7,6 +7,7 @@ compiled here.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,12 +21,13 @@ from jaxpar.backend import has_float8_products, matrix_product_forms
 from jaxpar.config.schema import Config
 from jaxpar.optim import check_optimizer
 from jaxpar.parallel.attention import choose
+from jaxpar.parallel.auxiliary import LayerSums, parted
 from jaxpar.parallel.constrain import Execution, recorded_calls
 from jaxpar.parallel.layers import REMAT_POLICIES
 from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
 from jaxpar.parallel.offload import host_sharding, in_host_memory, readable
-from jaxpar.parallel.pipeline.partition import in_rows
-from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, Table, is_stacked, is_vector, resolve
+from jaxpar.parallel.pipeline.partition import EMPTY, in_rows
+from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, Table, is_stacked, keeps_format, resolve
 from jaxpar.parallel.sequence_order import ZIGZAG_METHODS
 from jaxpar.pipeline_parts import ModelParts
 from jaxpar.pipeline_plan import PipelinePlan, check_schedule_name, plan_pipeline
@@ -63,6 +65,7 @@ class Parameter:
     dtype: jnp.dtype
     axes: LogicalAxes
     layout: Resolved
+    balance_rate: float = 0.0
 
     @property
     def size(self) -> int:
@@ -95,6 +98,7 @@ class Plan:
     abstract_params: Any
     parameters: tuple[Parameter, ...]
     calls: frozenset[str]
+    layer_sums: LayerSums | None
     pipeline: PipelinePlan | None
     notes: tuple[str, ...]
 
@@ -103,10 +107,12 @@ class Plan:
         params = _make_params(self.config, self.vocab_size, self.padded_vocab_size)
         if self.pipeline is None:
             return params
-        rows = self.pipeline.partition.rows
-        leaves = self.by_path(params)
+        rows, leaves = self.pipeline.rows_of_stack, self.by_path(params)
         return self.as_params(
-            {path: in_rows(leaf, rows) if is_stacked(self.axes[path]) else leaf for path, leaf in leaves.items()}
+            {
+                path: in_rows(leaf, rows(leaf.shape[0])) if is_stacked(self.axes[path]) else leaf
+                for path, leaf in leaves.items()
+            }
         )
 
     def by_path(self, tree: Any) -> dict[str, Any]:
@@ -121,9 +127,13 @@ class Plan:
         """Path → array on the host, built like the parameter, its layers in the model's order and no empty places."""
         if self.pipeline is None:
             return dict(leaves)
-        rows = np.asarray(self.pipeline.partition.rows)
-        order = [int(np.flatnonzero(rows == layer)[0]) for layer in range(self.pipeline.num_layers)]
-        return {path: np.asarray(a)[order] if is_stacked(self.axes[path]) else a for path, a in leaves.items()}
+        pipeline = self.pipeline
+
+        def ordered(array: np.ndarray) -> np.ndarray:
+            rows = np.asarray(pipeline.rows_as_laid_out(len(array)))
+            return np.asarray(array)[np.argsort(rows)[np.sum(rows == EMPTY) :]]
+
+        return {path: ordered(array) if is_stacked(self.axes[path]) else array for path, array in leaves.items()}
 
     def constrained(self, tree: Any, table: Table) -> Any:
         """A traced pytree that is built like the parameters, laid out as `table` says; what is on the host stays."""
@@ -138,10 +148,8 @@ class Plan:
         """Elements of all parameters, without the empty places of a pipeline."""
         if self.pipeline is None:
             return sum(p.size for p in self.parameters)
-        num_rows = len(self.pipeline.partition.rows)
-        return sum(
-            p.size // num_rows * self.pipeline.num_layers if is_stacked(p.axes) else p.size for p in self.parameters
-        )
+        rows_per_layer = Fraction(len(self.pipeline.partition.rows), self.pipeline.num_layers)
+        return int(sum(p.size / rows_per_layer if is_stacked(p.axes) else p.size for p in self.parameters))
 
     @property
     def deferred_axes(self) -> tuple[str, ...]:
@@ -162,9 +170,9 @@ class Plan:
         return {parameter.path: parameter.axes for parameter in self.parameters}
 
     @property
-    def vectors(self) -> frozenset[str]:
-        """Paths of the parameters that are vectors in each layer."""
-        return frozenset(p.path for p in self.parameters if is_vector(p.path, p.axes))
+    def uncast(self) -> frozenset[str]:
+        """Paths of the parameters that no compute format rounds: vectors, and routers' kernels."""
+        return frozenset(p.path for p in self.parameters if keeps_format(p.path, p.axes))
 
     def shardings(self, table: Table) -> Any:
         """The pytree of parameters with the sharding that `table` gives to each one's axes."""
@@ -254,10 +262,10 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
         products=products,
         **matrix_product_forms(devices[0].platform, config.precision.compute),
     )
-    structure, abstract_params, axes = _abstract_model(config, vocab_size, padded_vocab_size)
+    structure, abstract_params, axes, rates = _abstract_model(config, vocab_size, padded_vocab_size)
     check_optimizer(config.optimizer, config.schedule, axes)
     check_offload(config, axes)
-    calls = _calls(config, execution, structure, abstract_params)
+    calls, layer_sums = _calls(config, execution, structure, abstract_params)
     check_calls(config, calls, sizes["context"])
     check_schedule_name(config)
     pipeline = None
@@ -267,8 +275,9 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
         num_layers, period = calls["scan_layers"]
         pipeline = plan_pipeline(config, sizes, num_layers, period, parts.work_of_ends(), parts.slot_sizes)
         execution = replace(execution, split_backward=pipeline.schedule.geometry.split)
-        abstract_params = _in_rows(abstract_params, axes, len(pipeline.partition.rows))
+        abstract_params = _in_rows(abstract_params, axes, pipeline)
     parameters = _place(abstract_params, axes, rules, sizes)
+    parameters = tuple(replace(parameter, balance_rate=rates[parameter.path]) for parameter in parameters)
     return Plan(
         config=config,
         mesh=mesh,
@@ -280,6 +289,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
         abstract_params=abstract_params,
         parameters=parameters,
         calls=frozenset(calls),
+        layer_sums=layer_sums,
         pipeline=pipeline,
         notes=(
             *note,
@@ -307,8 +317,11 @@ def _make_model(config: Config, vocab_size: int, padded_vocab_size: int) -> nnx.
         )
 
 
-def _abstract_model(config: Config, vocab_size: int, padded_vocab_size: int) -> tuple[Any, Any, dict[str, LogicalAxes]]:
-    """The model's structure, its parameters as shapes, and each one's logical axes, without computing anything."""
+def _abstract_model(
+    config: Config, vocab_size: int, padded_vocab_size: int
+) -> tuple[Any, Any, dict[str, LogicalAxes], dict[str, float]]:
+    """The model's structure, its parameters as shapes, and each one's logical axes and balance rate, without computing
+    anything."""
     model = nnx.eval_shape(partial(_make_model, config, vocab_size, padded_vocab_size))
     structure, params, other = nnx.split(model, nnx.Param, ...)
     stateful = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(other)]
@@ -318,7 +331,7 @@ def _abstract_model(config: Config, vocab_size: int, padded_vocab_size: int) -> 
             f"model.name={name!r} keeps state that is not an nnx.Param ({', '.join(stateful)}); take randomness from "
             "the dropout_keys argument and keep no counters, so that a step is a function of its inputs"
         )
-    axes = {}
+    axes, rates = {}, {}
     for path, variable in nnx.to_flat_state(params):
         names = variable.get_metadata().get("out_sharding")
         name = "/".join(map(str, path))
@@ -327,33 +340,38 @@ def _abstract_model(config: Config, vocab_size: int, padded_vocab_size: int) -> 
                 f"parameter {name} {variable.shape} has no logical axes; "
                 "annotate it: nnx.Param(value, out_sharding=(...))"
             )
-        axes[name] = tuple(names)
+        axes[name], rates[name] = tuple(names), variable.get_metadata().get("balance_rate", 0.0)
     stored = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, config.precision.parameters), nnx.to_pure_dict(params)
     )
-    return structure, stored, axes
+    return structure, stored, axes, rates
 
 
-def _in_rows(abstract_params: Any, axes: Mapping[str, LogicalAxes], num_rows: int) -> Any:
+def _in_rows(abstract_params: Any, axes: Mapping[str, LogicalAxes], pipeline: PipelinePlan) -> Any:
     def stacked(keys: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
-        return jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype) if is_stacked(axes[path]) else leaf
+        if not is_stacked(axes[path]):
+            return leaf
+        return jax.ShapeDtypeStruct((len(pipeline.rows_of_stack(leaf.shape[0])), *leaf.shape[1:]), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(stacked, abstract_params)
 
 
-def _calls(config: Config, execution: Execution, structure: Any, abstract_params: Any) -> dict[str, Any]:
-    """The functions that follow the plan which the model calls, found by tracing it; nothing is computed."""
+def _calls(
+    config: Config, execution: Execution, structure: Any, abstract_params: Any
+) -> tuple[dict[str, Any], LayerSums | None]:
+    """The functions that follow the plan which the model calls, and the shapes of what its layers add up, found by
+    tracing it; nothing is computed."""
     shape = (config.train.batch_size, config.data.sequence_length)
     inputs = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("tokens", "positions", "segment_ids")}
 
-    def call(params: Any, inputs: dict[str, jax.Array]) -> None:
-        nnx.merge(structure, params)(inputs)
+    def call(params: Any, inputs: dict[str, jax.Array]) -> LayerSums | None:
+        return parted(nnx.merge(structure, params)(inputs))[1]
 
     # Attention by tiles lists them, which takes long for a sequence that is far too long: what is called is the same.
     with replace(execution, attention="reference").active(), recorded_calls() as calls:
-        jax.eval_shape(call, abstract_params, inputs)
-    return calls
+        layer_sums = jax.eval_shape(call, abstract_params, inputs)
+    return calls, layer_sums
 
 
 def _place(
@@ -399,7 +417,7 @@ def _rules(config: Config, sizes: Mapping[str, int]) -> tuple[ShardingRules, lis
     layers = ("pipe",) if sizes["pipe"] > 1 else ()
     weights = {
         "layers": layers, "vocab": tensor, "positions": (), "heads": tensor, "kv_heads": kv_heads, "head_dim": (),
-        "mlp": tensor, "norm": (), "vector": (),
+        "mlp": tensor, "norm": (), "vector": (), "experts": ("expert",), "router": (),
     }  # fmt: skip
     # ZeRO: stage 1 splits the optimizer's state, 2 gradients too, 3 parameters too.
     whole, split = weights | {"embed": ()}, weights | {"embed": ("fsdp",)}
@@ -407,6 +425,7 @@ def _rules(config: Config, sizes: Mapping[str, int]) -> tuple[ShardingRules, lis
     used = weights | {
         "embed": (), "batch": BATCH_AXES, "sequence": ("context",), "residual_sequence": residual,
         "attention_heads": sharing_heads,
+        "expert_batch": tuple(axis for axis in BATCH_AXES if axis != "expert"),
     }  # fmt: skip
     return ShardingRules(params=params, activations=used, optimizer=optimizer, gradients=gradients), notes
 

@@ -33,15 +33,38 @@ _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
 
 def check_layout(config: Config, sizes: Mapping[str, int]) -> None:
     """Raises ValueError if the mesh of `sizes` cannot split what the configuration asks for."""
-    if sizes["expert"] != 1:
-        raise ValueError(
-            f"parallel.expert={sizes['expert']}: this version of jaxpar splits work over pipe, data, fsdp, context and "
-            "tensor only; set parallel.expert=1"
-        )
+    _check_experts(config, sizes)
     _check_divides(config, sizes)
     _check_sequence(config, sizes)
     if sizes["context"] > 1:
         _check_context_method(config, sizes)
+
+
+def _check_experts(config: Config, sizes: Mapping[str, int]) -> None:
+    experts, size = getattr(config.model, "experts", None), sizes["expert"]
+    if experts is not None and sizes["context"] > 1:
+        raise ValueError(
+            f"parallel.context={sizes['context']}: this version of jaxpar routes tokens to model.experts within whole "
+            "sequences only; set parallel.context=1"
+        )
+    if experts is not None and experts.every > 1 and config.optimizer.layer_decay != 1.0:
+        raise ValueError(
+            f"optimizer.layer_decay={config.optimizer.layer_decay} counts layers, which model.experts.every="
+            f"{experts.every} puts into several stacks; set optimizer.layer_decay=1.0, or model.experts.every=1"
+        )
+    if size == 1:
+        return
+    if experts is None:
+        name = config.model.name  # type: ignore[attr-defined]
+        raise ValueError(
+            f"parallel.expert={size} splits experts, of which model.name={name!r} has none; set parallel.expert=1, or "
+            "model.experts"
+        )
+    if experts.num_experts % size:
+        legal = ", ".join(str(n) for n in range(1, experts.num_experts + 1) if experts.num_experts % n == 0)
+        raise ValueError(
+            f"parallel.expert={size} must divide model.experts.num_experts={experts.num_experts}; legal values: {legal}"
+        )
 
 
 def check_precision(config: Config) -> None:

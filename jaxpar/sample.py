@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxpar.parallel.auxiliary import parted
 from jaxpar.parallel.dispatch import one_at_a_time
 from jaxpar.parallel.feeding import from_whole
 from jaxpar.parallel.mesh import BATCH_AXES
@@ -91,7 +92,7 @@ def _next_token(
     if plan.pipeline is not None:
         logits_BV = pipelined_logits(plan)(params, inputs, last)
     else:
-        logits_BV = last_logits(nnx.merge(plan.structure, params)(inputs), last)
+        logits_BV = last_logits(parted(nnx.merge(plan.structure, params)(inputs))[0], last)
     logits_V = logits_BV[0]
     logits_V = jnp.where(jnp.arange(logits_V.size) < vocab_size, logits_V, -jnp.inf)
     if temperature == 0.0:

@@ -93,7 +93,8 @@ def optimizer_of(plan: Plan) -> Optimizer:
         rounding=config.precision.rounding,
         average_decay=config.train.ema_decay,
         map_updates=_map_updates(plan),
-        rows=() if plan.pipeline is None else plan.pipeline.partition.rows,
+        balance_rates={p.path: p.balance_rate for p in plan.parameters if p.balance_rate},
+        rows=None if plan.pipeline is None else plan.pipeline.rows_as_laid_out,
     )
 
 
@@ -143,7 +144,8 @@ def state_extents(plan: Plan, state: TrainState) -> dict[str, Extent]:
                 shape[dim] = num_blocks(plan.vocab_size, block_size)
         if plan.pipeline is None or not is_stacked(axes):
             return Extent(tuple(shape))
-        return Extent((plan.pipeline.num_layers, *shape[1:]), plan.pipeline.partition.rows)
+        rows = plan.pipeline.rows_as_laid_out(shape[0])
+        return Extent((max(rows) + 1, *shape[1:]), rows)
 
     axes = {
         "params": plan.as_params(plan.axes),

@@ -9,8 +9,9 @@ Each wrapper takes a function and returns one, and is the identity when off. The
 5. `reduced_once`: the same on each device's part of the batch, with one reduction at the end
 6. `mean_over_tokens`: the weight, which divides **once** by the global number of valid tokens; the loss scale
 7. `clipped`: gradients scaled down to the largest global norm; the first one that is not finite
-8. `in_sequence_order`: the batch's columns as the devices that share a sequence hold them; labels are shifted already
-9. `updated`: the optimizer; nothing but the guard changes at a step that is not finite
+8. `balanced`: what routers balance experts by, which no loss decides
+9. `in_sequence_order`: the batch's columns as the devices that share a sequence hold them; labels are shifted already
+10. `updated`: the optimizer; nothing but the guard changes at a step that is not finite
 """
 
 from collections.abc import Callable, Mapping
@@ -23,10 +24,12 @@ from flax import nnx
 
 from jaxpar.optim import Optimizer, learning_rates, make_schedule
 from jaxpar.parallel.accumulation import accumulated
+from jaxpar.parallel.auxiliary import LayerSums, LossWeights, expert_metrics, parted, weighted
 from jaxpar.parallel.dispatch import one_at_a_time
 from jaxpar.parallel.loss import LossSettings, LossSums, cross_entropy
 from jaxpar.parallel.offload import gradient_proxies
 from jaxpar.parallel.pipeline.divergence import check_branches
+from jaxpar.parallel.pipeline.partition import in_rows
 from jaxpar.parallel.reduction import on_own_batch, summed_over_devices
 from jaxpar.parallel.sequence_order import reordered
 from jaxpar.pipelined import checked, pipelined_gradients, pipelined_loss
@@ -39,9 +42,9 @@ __all__ = ["Batch", "Step", "abstract_batch", "dropout_keys", "examination", "ma
 Batch = Mapping[str, jax.Array]
 Params = Any
 Metrics = dict[str, jax.Array]
-Loss = Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, LossSums]]
-WeightedGradients = Callable[[Params, Batch, jax.Array | None, jax.Array], tuple[Params, Metrics]]
-"""`(params, batch, a dropout key for each sequence, weight of the loss) -> (gradients, sums over valid tokens)`."""
+Loss = Callable[[Params, Batch, jax.Array | None], tuple[LossSums, LayerSums | None]]
+WeightedGradients = Callable[[Params, Batch, jax.Array | None, LossWeights], tuple[Params, dict[str, Any]]]
+"""`(params, batch, a dropout key for each sequence, weights) -> (gradients, sums over valid tokens)`."""
 Gradients = Callable[[Params, Batch, jax.Array | None, jax.Array | None], tuple[Params, Metrics]]
 """`(params, batch, a dropout key for each sequence, loss scale) -> (mean gradients in float32, metrics)`."""
 
@@ -106,16 +109,17 @@ class Step:
 
 
 def make_gradients(plan: Plan) -> Gradients:
-    """Wrappers 1 to 8: `(params, batch, dropout keys, loss scale) -> (clipped gradients, metrics)`."""
+    """Wrappers 1 to 9: `(params, batch, dropout keys, loss scale) -> (clipped gradients, metrics)`."""
     config = plan.config
     settings = LossSettings(config.loss.z_loss, config.loss.label_smoothing, config.loss.chunk_tokens)
     if plan.pipeline is None:
-        loss = in_compute_dtype(token_loss(plan, settings), config.precision.compute, plan.vectors)
-        weighted = loss_gradients(loss, plan)
+        loss = in_compute_dtype(token_loss(plan, settings), config.precision.compute, plan.uncast)
+        gradients = loss_gradients(loss, plan)
     else:
-        weighted = pipelined_gradients(plan, settings)
-    weighted = accumulated(weighted, config.train.microbatches, plan.by_path, plan.axes)
-    return in_sequence_order(clipped(mean_over_tokens(reduced_once(weighted, plan)), config.train.max_grad_norm))
+        gradients = pipelined_gradients(plan, settings)
+    gradients = accumulated(gradients, config.train.microbatches, plan.by_path, plan.axes)
+    mean = mean_over_tokens(reduced_once(gradients, plan), plan)
+    return in_sequence_order(balanced(clipped(mean, config.train.max_grad_norm), plan))
 
 
 def examination(plan: Plan) -> Callable[[jax.stages.Compiled], None] | None:
@@ -132,8 +136,8 @@ def _evaluation_loss(plan: Plan) -> Callable[[Params, Batch], jax.Array]:
     if plan.pipeline is not None:
         sums = pipelined_loss(plan, settings)
         return lambda params, batch: sums(params, batch)["loss"]
-    loss = in_compute_dtype(token_loss(plan, settings), plan.config.precision.compute, plan.vectors)
-    return lambda params, batch: loss(params, batch, None)[1].negative_log_likelihood
+    loss = in_compute_dtype(token_loss(plan, settings), plan.config.precision.compute, plan.uncast)
+    return lambda params, batch: loss(params, batch, None)[0].negative_log_likelihood
 
 
 def dropout_keys(plan: Plan, step: jax.Array | int) -> jax.Array:
@@ -143,30 +147,32 @@ def dropout_keys(plan: Plan, step: jax.Array | int) -> jax.Array:
 
 
 def token_loss(plan: Plan, settings: LossSettings) -> Loss:
-    """The model's loss summed over the batch's valid tokens."""
+    """The model's loss summed over the batch's valid tokens, and what layers of experts add up."""
     with_segments = plan.config.data.document_boundaries == "respect"
 
-    def loss(params: Params, batch: Batch, keys_B: jax.Array | None) -> tuple[jax.Array, LossSums]:
+    def loss(params: Params, batch: Batch, keys_B: jax.Array | None) -> tuple[LossSums, LayerSums | None]:
         model = nnx.merge(plan.structure, params)
         segment_ids = batch["segment_ids"] if with_segments else None
         inputs = {"tokens": batch["tokens"], "positions": batch["positions"], "segment_ids": segment_ids}
-        prediction = checked(plan, model(inputs, dropout_keys=keys_B))
-        sums = cross_entropy(prediction, batch["targets"], batch["loss_mask"], settings)
-        return sums.loss, sums
+        prediction, experts = parted(model(inputs, dropout_keys=keys_B))
+        return cross_entropy(checked(plan, prediction), batch["targets"], batch["loss_mask"], settings), experts
 
     return loss
 
 
 def loss_gradients(loss: Loss, plan: Plan) -> WeightedGradients:
-    """Gradients of `weight` times the loss, and the sums, unweighted."""
+    """Gradients of the weighted loss, and the sums, unweighted."""
 
-    def gradients(params: Params, batch: Batch, keys_B: jax.Array | None, weight: jax.Array) -> tuple[Params, Metrics]:
-        def weighted(proxies: Params) -> tuple[jax.Array, LossSums]:
-            total, sums = loss(plan.readable(params, plan.rules.params, proxies), batch, keys_B)
-            return weight * total, sums
+    def gradients(
+        params: Params, batch: Batch, keys_B: jax.Array | None, weights: LossWeights
+    ) -> tuple[Params, dict[str, Any]]:
+        def total(proxies: Params) -> tuple[jax.Array, tuple[LossSums, LayerSums | None]]:
+            sums, experts = loss(plan.readable(params, plan.rules.params, proxies), batch, keys_B)
+            return weighted(weights, sums.loss, experts), (sums, experts)
 
-        grads, sums = jax.grad(weighted, has_aux=True)(gradient_proxies(params))
-        return grads, {"loss": sums.negative_log_likelihood, "objective": sums.loss}
+        grads, (sums, experts) = jax.grad(total, has_aux=True)(gradient_proxies(params))
+        found = {"loss": sums.negative_log_likelihood, "objective": sums.loss}
+        return grads, found if experts is None else found | {"experts": experts}
 
     return gradients
 
@@ -177,9 +183,11 @@ def reduced_once(gradients: WeightedGradients, plan: Plan) -> WeightedGradients:
     if not axes:
         return gradients
 
-    def once(params: Params, batch: Batch, keys_B: jax.Array | None, weight: jax.Array) -> tuple[Params, Metrics]:
+    def once(
+        params: Params, batch: Batch, keys_B: jax.Array | None, weights: LossWeights
+    ) -> tuple[Params, dict[str, Any]]:
         own = on_own_batch(lambda whole, split: gradients(whole[0], split[0], split[1], whole[1]), axes)
-        stacked, sums = own((params, weight), (batch, keys_B))
+        stacked, sums = own((params, weights), (batch, keys_B))
         grads = summed_over_devices(
             plan.by_path(stacked), axes, plan.axes, plan.rules.optimizer,
             dtype=plan.config.precision.reduction, bucket_bytes=parallel.bucket_bytes,
@@ -189,16 +197,23 @@ def reduced_once(gradients: WeightedGradients, plan: Plan) -> WeightedGradients:
     return once
 
 
-def mean_over_tokens(gradients: WeightedGradients) -> Gradients:
+def mean_over_tokens(gradients: WeightedGradients, plan: Plan) -> Gradients:
     """Gradients of the mean loss over the global batch's valid tokens, free of the loss scale, and metrics."""
+    has_padding = plan.config.data.document_boundaries == "respect"
 
     def mean(params: Params, batch: Batch, keys_B: jax.Array | None, scale: jax.Array | None) -> tuple[Params, Metrics]:
         tokens = batch["loss_mask"].sum()
-        share = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
-        grads, sums = gradients(params, batch, keys_B, share if scale is None else share * scale)
+        routed = (batch["segment_ids"] != 0).sum() if has_padding else jnp.int32(batch["tokens"].size)
+        shares = LossWeights(*(1.0 / jnp.maximum(count, 1).astype(jnp.float32) for count in (tokens, routed)))
+        weights = shares if scale is None else jax.tree.map(lambda share: share * scale, shares)
+        grads, sums = gradients(params, batch, keys_B, weights)
         unscaled = (lambda g: g) if scale is None else (lambda g: g / scale)
         grads = jax.tree.map(lambda gradient: unscaled(gradient.astype(jnp.float32)), grads)
-        return grads, {name: value * share for name, value in sums.items()} | {"tokens": tokens}
+        metrics = {name: sums[name] * shares.loss for name in ("loss", "objective")} | {"tokens": tokens}
+        if "experts" in sums:
+            metrics |= expert_metrics(sums["experts"], routed)
+            metrics["objective"] += metrics["experts/auxiliary_loss"]
+        return grads, metrics
 
     return mean
 
@@ -225,6 +240,28 @@ def clipped(gradients: Gradients, max_norm: float) -> Gradients:
     return clipped_gradients
 
 
+def balanced(gradients: Gradients, plan: Plan) -> Gradients:
+    """In place of gradients that are zero, of parameters by which routers balance their experts, how far each expert's
+    share of the step's tokens is from the mean."""
+    biases = [parameter for parameter in plan.parameters if parameter.balance_rate]
+    if not biases:
+        return gradients
+
+    def with_loads(
+        params: Params, batch: Batch, keys_B: jax.Array | None, scale: jax.Array | None
+    ) -> tuple[Params, Metrics]:
+        grads, metrics = gradients(params, batch, keys_B, scale)
+        shares_LE = metrics["experts/load"]
+        beyond_LE = shares_LE - 1.0 / shares_LE.shape[-1]
+        leaves = plan.by_path(grads)
+        for bias in biases:
+            rows = None if plan.pipeline is None else plan.pipeline.rows_as_laid_out(bias.shape[0])
+            leaves[bias.path] = beyond_LE if rows is None else in_rows(beyond_LE, rows)
+        return plan.as_params(leaves), metrics
+
+    return with_loads
+
+
 def in_sequence_order(gradients: Gradients) -> Gradients:
     """`gradients` of a batch in logical order."""
 
@@ -239,7 +276,7 @@ def in_sequence_order(gradients: Gradients) -> Gradients:
 def _make_update(
     plan: Plan, optimizer: Optimizer
 ) -> Callable[[TrainState, Params, Metrics], tuple[TrainState, Metrics]]:
-    """Wrapper 9."""
+    """Wrapper 10."""
     rules = guard_rules(plan.config)
 
     def updated(state: TrainState, grads: Params, accept: jax.Array | None) -> TrainState:

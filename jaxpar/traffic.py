@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxpar.parallel.communication import (
     Traffic,
     data_parallel,
+    expert_parallel,
     gathered_keys_and_values,
     gathered_parameters,
     pipeline_exchange,
@@ -61,6 +62,8 @@ def expected_traffic(plan: Plan) -> list[ExpectedTraffic]:
         expected += _tensor(plan)
     if plan.mesh.shape["context"] > 1 and hasattr(plan.config.model, "dims"):
         expected += _context(plan)
+    if plan.mesh.shape["expert"] > 1:
+        expected += _experts(plan)
     return [item for item in expected if item.axes and item.traffic.payload_bytes]
 
 
@@ -93,7 +96,9 @@ def _reduced(plan: Plan, parameter: Parameter) -> Iterator[ExpectedTraffic]:
     rules, deferred, times = plan.rules, plan.deferred_axes, _passes(plan) * _uses(plan, parameter)
     elements, whole = (_elements(plan, parameter, table) for table in (rules.gradients, rules.activations))
     whole *= _repeats(plan, parameter)
-    soon = tuple(axis for axis in BATCH_AXES if axis not in deferred)
+    # All tokens of an expert come to where it is.
+    own = ("expert",) if "experts" in parameter.axes else ()
+    soon = tuple(axis for axis in BATCH_AXES if axis not in deferred + own)
     # Of what norms and a table of positions meet, devices that share the sequence have their parts.
     on_parts = plan.config.parallel.sequence_parallel and not {"norm", "positions"}.isdisjoint(parameter.axes)
     sequence = ("context", "tensor") if on_parts else ("context",)
@@ -216,6 +221,20 @@ def _context(plan: Plan) -> Iterator[ExpectedTraffic]:
     for purpose, num_bytes in token_bytes.items():
         gathered = gathered_parameters(tokens, size, element_bytes=num_bytes)
         yield from _over(("context",), purpose, gathered)
+
+
+def _experts(plan: Plan) -> Iterator[ExpectedTraffic]:
+    """Tokens on their way to experts and back."""
+    config, shape = plan.config, plan.mesh.shape
+    model = config.model
+    experts = model.experts  # type: ignore[attr-defined]
+    sequences, length = _tokens(plan)
+    size = experts.group_tokens or length
+    places = sequences * (length // size) * experts.num_experts * experts.capacity(size)
+    element_bytes = jnp.dtype(config.precision.compute).itemsize
+    layer = expert_parallel(places, model.embed_dim, shape["expert"], element_bytes=element_bytes)  # type: ignore[attr-defined]
+    num_layers = _num_layers(plan) // experts.every
+    yield from _over(("expert",), f"{num_layers} layers of experts", layer, _passes(plan) * num_layers)
 
 
 def _tokens(plan: Plan) -> tuple[int, int]:

@@ -260,7 +260,8 @@ class Trainer:
         step, on_device = pending
         config = self.plan.config
         self._tell(progress)
-        values: dict[str, Any] = {name: value.item() for name, value in jax.device_get(on_device).items()}
+        fetched = jax.device_get(on_device)
+        values: dict[str, Any] = {name: value.item() if value.ndim == 0 else value for name, value in fetched.items()}
         failed, in_a_row = values.pop("nonfinite"), values.pop("skipped_in_a_row", None)
         meter.synchronised(step, time.monotonic())
         values["tokens"] = step * config.train.batch_size * config.data.sequence_length

@@ -116,7 +116,18 @@ PURE_PIPELINE = {
     "drawing",
 }
 # A model names its dims and calls these; mesh and layouts are not its business.
-OPEN_TO_MODELS = {"constrain", "contract", "layers", "loss", "rules", "attention", "embedding", "sequence_order"}
+OPEN_TO_MODELS = {
+    "constrain",
+    "contract",
+    "layers",
+    "loss",
+    "auxiliary",
+    "rules",
+    "attention",
+    "embedding",
+    "experts",
+    "sequence_order",
+}
 
 
 @dataclass(frozen=True)

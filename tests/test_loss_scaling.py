@@ -61,13 +61,13 @@ def _injecting(original: Callable) -> Callable:
         loss = original(plan, settings)
 
         def injected(params: Any, batch: Any, keys_B: Any) -> tuple:
-            total, sums = loss(params, batch, keys_B)
+            sums, experts = loss(params, batch, keys_B)
             infinite = jnp.where((batch["segment_ids"] == -1).any(), jnp.inf, 0.0)
             scale = params["final_norm"]["scale"]
             slope = jnp.where((batch["segment_ids"] == -2).any(), 3e38, 0.0)
             # Of value 0, and of an infinite gradient.
             steep = slope * (slope * (scale - jax.lax.stop_gradient(scale)).sum())
-            return total + infinite + steep, sums._replace(loss=sums.loss + infinite)
+            return sums._replace(loss=sums.loss + infinite + steep), experts
 
         return injected
 

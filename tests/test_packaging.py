@@ -22,6 +22,7 @@ NUM_DEVICES = {
     "llama3_70b_pipeline": 128,
     "llama3_8b_fsdp": 64,
     "long_context": 8,
+    "moe": 8,
     "pipeline": 8,
     "quickstart": 8,
     "qwen3_0.6b": 8,

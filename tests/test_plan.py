@@ -164,7 +164,7 @@ def test_a_users_model_needs_names_only() -> None:
             r"take randomness from the dropout_keys argument and keep no counters",
         ),
         ({"names": None}, r"^parameter table \(128, 6\) has no logical axes; annotate it: nnx.Param"),
-        ({"names": ("vocab", "width")}, r"^table: unknown logical axis 'width'; the rules know embed, head_dim, "),
+        ({"names": ("vocab", "width")}, r"^table: unknown logical axis 'width'; the rules know embed, experts, "),
         ({"names": ("vocab",)}, r"^table: 1 logical axes \('vocab',\) for 2 dims \(128, 6\)$"),
         ({"names": ("vocab", "mlp")}, r"^table: mesh axis 'tensor' is used twice, by logical axes 'vocab' and 'mlp'"),
         ({"names": ("vocab", "heads")}, r"^table: mesh axis 'tensor' is used twice"),

@@ -54,7 +54,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_products_are_in_the_compute_format_and_norms_softmax_and_loss_in_float32(compute: str) -> None:
     plan = _plan(compute)
-    loss = in_compute_dtype(token_loss(plan, LossSettings()), compute, plan.vectors)
+    loss = in_compute_dtype(token_loss(plan, LossSettings()), compute, plan.uncast)
     keys = dropout_keys(plan, 0)
     with plan.execution.active():
         jaxpr = jax.make_jaxpr(loss)(plan.abstract_params, abstract_batch(plan), keys)
@@ -74,7 +74,7 @@ def test_biases_stay_in_float32_and_their_gradients_are_summed_in_it() -> None:
     table = {"model": {"name": "gpt2_tiny", "qkv_bias": True}, "precision": {"compute": "bfloat16"}}
     table |= {"data": {"sequence_length": 8}, "train": {"batch_size": 2}, "kernels": {"attention": "reference"}}
     plan = make_plan(parse_config(table), jax.devices()[:1], 20)
-    assert sum(path.endswith("bias") for path in plan.vectors) == 9
+    assert sum(path.endswith("bias") for path in plan.uncast) == 9
     with plan.execution.active():
         arguments = (plan.abstract_params, abstract_batch(plan), dropout_keys(plan, 0), None)
         equations = list(_equations(jax.make_jaxpr(make_gradients(plan))(*arguments)))

@@ -32,13 +32,42 @@ def _exactly(message: str) -> str:
     return f"^{re.escape(message)}$"
 
 
-def test_the_axis_of_a_later_version() -> None:
-    message = (
-        "parallel.expert=2: this version of jaxpar splits work over pipe, data, fsdp, context and tensor only; "
-        "set parallel.expert=1"
-    )
+EXPERTS = {"experts": {"num_experts": 6}}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "model", "message"),
+    [
+        (
+            {"expert": 2}, {},
+            "parallel.expert=2 splits experts, of which model.name='transformer' has none; set parallel.expert=1, or "
+            "model.experts",
+        ),
+        (
+            {"expert": 4}, EXPERTS,
+            "parallel.expert=4 must divide model.experts.num_experts=6; legal values: 1, 2, 3, 6",
+        ),
+        (
+            {"context": 2}, EXPERTS,
+            "parallel.context=2: this version of jaxpar routes tokens to model.experts within whole sequences only; "
+            "set parallel.context=1",
+        ),
+    ],
+)  # fmt: skip
+def test_experts_that_cannot_be_split(sizes: dict, model: dict, message: str) -> None:
     with pytest.raises(ValueError, match=_exactly(message)):
-        check_layout(_config(), SIZES | {"expert": 2})
+        check_layout(_config(model=model), SIZES | sizes)
+
+
+def test_layers_that_alternate_have_no_decay_by_their_number() -> None:
+    experts = {"experts": {"num_experts": 6, "every": 2}, "num_layers": 2}
+    message = r"^optimizer\.layer_decay=0\.9 counts layers, which model\.experts\.every=2 puts into several stacks; "
+    with pytest.raises(ValueError, match=message):
+        check_layout(_config(model=experts, optimizer={"name": "adamw", "layer_decay": 0.9}), SIZES)
+
+
+def test_experts_that_can_be_split() -> None:
+    check_layout(_config(model=EXPERTS), SIZES | {"expert": 3})
 
 
 def test_a_dim_that_no_axis_splits_need_not_divide() -> None:

@@ -5,7 +5,7 @@ import datetime
 import math
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -23,7 +23,7 @@ ProgressKind = Literal["auto", "bar", "lines", "off"]
 class Progress(Protocol):
     """A display of a run. A context manager: leaving it, by Ctrl-C too, leaves the terminal as it was."""
 
-    def update(self, step: int, values: Mapping[str, Value]) -> None:
+    def update(self, step: int, values: Mapping[str, Any]) -> None:
         """Shows that `step` is done, with its metrics under their keys in `metrics.jsonl`."""
         ...
 
@@ -85,7 +85,7 @@ class _Display(abc.ABC):
     def close(self) -> None:  # noqa: B027 (only the bar has something to end)
         pass
 
-    def _explain_mfu(self, values: Mapping[str, Value]) -> None:
+    def _explain_mfu(self, values: Mapping[str, Any]) -> None:
         if "mfu" in values and not self._convention_shown:
             self._convention_shown = True
             self.message(CONVENTION)
@@ -104,7 +104,7 @@ class _Silence(_Display):
         self._console = console
         self._warns = warns
 
-    def update(self, step: int, values: Mapping[str, Value]) -> None:
+    def update(self, step: int, values: Mapping[str, Any]) -> None:
         pass
 
     def message(self, text: str) -> None:
@@ -117,7 +117,7 @@ class _Lines(_Display):
         self._num_steps = num_steps
         self._console = console
 
-    def update(self, step: int, values: Mapping[str, Value]) -> None:
+    def update(self, step: int, values: Mapping[str, Any]) -> None:
         self._explain_mfu(values)
         self.message(_line(step, self._num_steps, values))
 
@@ -141,7 +141,7 @@ class _Bar(_Display):
         self._task = self._bar.add_task("train", total=num_steps, completed=start_step, figures="compiling")
         self._bar.start()
 
-    def update(self, step: int, values: Mapping[str, Value]) -> None:
+    def update(self, step: int, values: Mapping[str, Any]) -> None:
         self._explain_mfu(values)
         if any(key.startswith("eval/") for key in values):
             self.message(_line(step, self._num_steps, values))
@@ -159,18 +159,21 @@ def _print(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
-def _line(step: int, num_steps: int, values: Mapping[str, Value]) -> str:
+def _line(step: int, num_steps: int, values: Mapping[str, Any]) -> str:
     evaluation = [f"{key} {value:.4f}" for key, value in values.items() if key.startswith("eval/")]
     return "  ".join(
         [f"step {step:>{len(str(num_steps))}}/{num_steps}", *_figures(step, num_steps, values), *evaluation]
     )
 
 
-def _figures(step: int, num_steps: int, values: Mapping[str, Value]) -> list[str]:
+def _figures(step: int, num_steps: int, values: Mapping[str, Any]) -> list[str]:
     """The figures that there are: loss, tokens/s, MFU, and the time that is left at the latest speed."""
     figures = []
     if "loss" in values:
         figures.append(f"loss {values['loss']:.4f}")
+    if "experts/load" in values:
+        figures.append(f"dropped {values['experts/dropped_share']:.1%}")
+        figures.append(f"fullest expert {1 + values['experts/max_violation']:.2f} × mean")
     if "tokens_per_second" in values:
         figures.append(f"{_short(values['tokens_per_second'])} tokens/s")
     if "mfu" in values:

@@ -1,9 +1,11 @@
 """The parts of a decoder-only Transformer as configuration."""
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from jaxpar.models.experts_config import ExpertsConfig
 from jaxpar.multiples import nearest_multiples
 
 if TYPE_CHECKING:
@@ -104,6 +106,8 @@ class TransformerConfig(BaseModel):
     """Attention windows in tokens of consecutive layers, repeated over the depth; 0 sees everything before."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of embeddings, attention outputs and feed-forward outputs set to zero while training."""
+    experts: ExpertsConfig | None = None
+    """Mixture of experts; absent for none."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of initial weights; those that add to the residual stream are divided by
     sqrt(2·num_layers)."""
@@ -124,6 +128,13 @@ class TransformerConfig(BaseModel):
             raise ValueError(f"head_dim={self.head_width} must be even for rotary positions")
         if self.num_layers % len(self.windows):
             raise ValueError(f"windows has {len(self.windows)} entries, which must divide num_layers={self.num_layers}")
+        if self.experts is not None and self.num_layers % self.experts.every:
+            raise ValueError(
+                f"experts.every={self.experts.every} must divide num_layers={self.num_layers}; nearest legal values of "
+                f"num_layers: {nearest_multiples(self.num_layers, self.experts.every)}"
+            )
+        if self.experts is not None and self.mlp_bias:
+            raise ValueError("mlp_bias=true: experts have no biases; set mlp_bias=false")
         return self
 
     @property
@@ -151,16 +162,18 @@ class TransformerConfig(BaseModel):
     def scaled_down(self, *, tensor: int, fsdp: int, stages: int = 1) -> "TransformerConfig":
         """A small model with the same parts, heads and pattern of layers, whose dims divide by `tensor` and `fsdp`,
         with a turn of the pattern more than `stages`."""
+        experts = None if self.experts is None else self.experts.scaled_down(16 * tensor)
         return self.model_copy(
             update={
                 "vocab_size": 0,
-                "num_layers": (stages + 1) * len(self.windows),
+                "num_layers": (stages + 1) * math.lcm(len(self.windows), 1 if experts is None else experts.every),
                 "embed_dim": 16 * fsdp,
                 "head_dim": 16,
                 "mlp_dim": 16 * tensor,
                 "max_positions": 0,
                 "windows": tuple(min(window, 8) for window in self.windows),
                 "init_std": 0.2,
+                "experts": experts,
             }
         )
 
@@ -177,4 +190,13 @@ class TransformerConfig(BaseModel):
             "gated": self.gated,
             "vocab_size": vocab_size,
             "windows": [self.windows[layer % len(self.windows)] or None for layer in range(self.num_layers)],
+            **({} if self.experts is None else self._expert_dims(self.experts)),
+        }
+
+    def _expert_dims(self, experts: ExpertsConfig) -> dict[str, int]:
+        width = experts.mlp_dim or self.mlp_dim
+        return {
+            "expert_layers": self.num_layers // experts.every,
+            "expert_dim": width * (experts.choices + experts.num_shared),
+            "num_experts": experts.num_experts,
         }

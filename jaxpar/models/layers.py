@@ -21,7 +21,20 @@ from jaxpar.parallel.embedding import lookup
 from jaxpar.parallel.rules import LogicalAxes
 from jaxpar.parallel.sequence_order import logical_places
 
-__all__ = ["Attention", "Embedding", "FeedForward", "Norm", "dropout", "rotary_angles", "rotate"]
+__all__ = [
+    "Attention",
+    "Embedding",
+    "FeedForward",
+    "Norm",
+    "activated",
+    "dropout",
+    "normal",
+    "residual_std",
+    "rotary_angles",
+    "rotate",
+    "stacked_columns",
+    "zeros",
+]
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=True),
@@ -35,11 +48,11 @@ def _parameter(value: jax.Array, axes: LogicalAxes) -> nnx.Param:
     return nnx.Param(value, out_sharding=axes)
 
 
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: LogicalAxes, std: float) -> nnx.Param:
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: LogicalAxes, std: float) -> nnx.Param:
     return _parameter(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes)
 
 
-def _zeros(shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
+def zeros(shape: tuple[int, ...], axes: LogicalAxes) -> nnx.Param:
     return _parameter(jnp.zeros(shape, jnp.float32), axes)
 
 
@@ -64,7 +77,7 @@ class Norm(nnx.Module):
     def __init__(self, config: TransformerConfig, dim: int, axis: str, *, kind: str = ""):
         self.kind, self.epsilon, self.offset = kind or config.norm, config.norm_epsilon, float(config.norm_unit_offset)
         self.scale = _parameter(jnp.full((dim,), 1.0 - self.offset, jnp.float32), (axis,))
-        self.bias = _zeros((dim,), (axis,)) if self.kind == "layernorm" else None
+        self.bias = zeros((dim,), (axis,)) if self.kind == "layernorm" else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
@@ -122,15 +135,15 @@ class Attention(nnx.Module):
         D, H, K, N = config.embed_dim, config.num_heads, config.kv_heads, config.head_width
         self.config = config
         q_axes, kv_axes = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
-        self.query = _normal(rngs, (D, H, N), q_axes, config.init_std)
-        self.key = _normal(rngs, (D, K, N), kv_axes, config.init_std)
-        self.value = _normal(rngs, (D, K, N), kv_axes, config.init_std)
-        self.output = _normal(rngs, (H, N, D), ("heads", "head_dim", "embed"), _residual_std(config))
+        self.query = normal(rngs, (D, H, N), q_axes, config.init_std)
+        self.key = normal(rngs, (D, K, N), kv_axes, config.init_std)
+        self.value = normal(rngs, (D, K, N), kv_axes, config.init_std)
+        self.output = normal(rngs, (H, N, D), ("heads", "head_dim", "embed"), residual_std(config))
         if config.qkv_bias:
-            self.query_bias = _zeros((H, N), q_axes[1:])
-            self.key_bias = _zeros((K, N), kv_axes[1:])
-            self.value_bias = _zeros((K, N), kv_axes[1:])
-        self.output_bias = _zeros((D,), ("vector",)) if config.attention_bias else None
+            self.query_bias = zeros((H, N), q_axes[1:])
+            self.key_bias = zeros((K, N), kv_axes[1:])
+            self.value_bias = zeros((K, N), kv_axes[1:])
+        self.output_bias = zeros((D,), ("vector",)) if config.attention_bias else None
         if config.qk_norm:
             self.query_norm = Norm(config, N, "head_dim", kind="rmsnorm")
             self.key_norm = Norm(config, N, "head_dim", kind="rmsnorm")
@@ -201,37 +214,37 @@ class FeedForward(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         D, F = config.embed_dim, config.mlp_dim
         self.config = config
-        self.gate = _normal(rngs, (D, F), ("embed", "mlp"), config.init_std) if config.gated else None
-        self.up = _normal(rngs, (D, F), ("embed", "mlp"), config.init_std)
-        self.down = _normal(rngs, (F, D), ("mlp", "embed"), _residual_std(config))
+        self.gate = normal(rngs, (D, F), ("embed", "mlp"), config.init_std) if config.gated else None
+        self.up = normal(rngs, (D, F), ("embed", "mlp"), config.init_std)
+        self.down = normal(rngs, (F, D), ("mlp", "embed"), residual_std(config))
         if config.mlp_bias:
-            self.gate_bias = _zeros((F,), ("mlp",)) if config.gated else None
-            self.up_bias = _zeros((F,), ("mlp",))
-            self.down_bias = _zeros((D,), ("vector",))
+            self.gate_bias = zeros((F,), ("mlp",)) if config.gated else None
+            self.up_bias = zeros((F,), ("mlp",))
+            self.down_bias = zeros((D,), ("vector",))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         biased = self.config.mlp_bias
         inputs = [part for part in (self.gate, self.up) if part is not None]
         h = contract(
-            "btd,dcf->btcf", x_BTD, [part[...] for part in inputs], [("embed", "mlp")] * len(inputs), _stacked_columns
+            "btd,dcf->btcf", x_BTD, [part[...] for part in inputs], [("embed", "mlp")] * len(inputs), stacked_columns
         )
         if biased:
             biases = [part[...] for part in (self.gate_bias, self.up_bias) if part is not None]
             h = _biased(h, jnp.stack(biases))
         h = checkpoint_name(constrain(h, ("batch", "sequence", None, "mlp")), "mlp_input")
-        h = _activated(h, self.config)
+        h = activated(h, self.config)
         h = checkpoint_name(constrain(h, ("batch", "sequence", "mlp")), "mlp_activation")
         y = contract("btf,fd->btd", h, [self.down[...]], [("mlp", "embed")], result=_WHOLE_SEQUENCE)
         y = constrain(y, ("batch", "residual_sequence", "embed"))
         return _biased(y, self.down_bias[...]) if biased else y
 
 
-def _activated(h_BTCF: jax.Array, config: TransformerConfig) -> jax.Array:
+def activated(h_BTCF: jax.Array, config: TransformerConfig) -> jax.Array:
     activated_BTF = ACTIVATIONS[config.activation](h_BTCF[:, :, 0])
     return activated_BTF * h_BTCF[:, :, 1] if config.gated else activated_BTF
 
 
-def _stacked_columns(*kernels_DF: jax.Array) -> jax.Array:
+def stacked_columns(*kernels_DF: jax.Array) -> jax.Array:
     return constrain(jnp.stack(kernels_DF, axis=1), ("embed", None, "mlp"))
 
 
@@ -241,5 +254,5 @@ def _biased(x: jax.Array, bias: jax.Array) -> jax.Array:
     return (x.astype(jnp.float32) + bias32).astype(x.dtype)
 
 
-def _residual_std(config: TransformerConfig) -> float:
+def residual_std(config: TransformerConfig) -> float:
     return config.init_std / math.sqrt(2 * config.num_layers)

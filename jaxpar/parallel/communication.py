@@ -15,6 +15,7 @@ __all__ = [
     "KINDS",
     "Traffic",
     "data_parallel",
+    "expert_parallel",
     "gathered_keys_and_values",
     "gathered_parameters",
     "pipeline_exchange",
@@ -210,6 +211,12 @@ def ulysses_attention(
     """
     tokens = batch * sequence // group_size
     return (_traffic("all-to-all", 8, 4 * tokens * (q_width + kv_width) * element_bytes, group_size),)
+
+
+def expert_parallel(places: int, h: int, group_size: int, *, element_bytes: int) -> tuple[Traffic, ...]:
+    """Per layer of experts and microbatch: all-to-alls of tokens to their experts and back, forward and of their
+    gradients backward (Lepikhin 2020, section 3.3), of the places that a device has for its tokens in all experts."""
+    return (_traffic("all-to-all", 4, 4 * places * h * element_bytes, group_size),)
 
 
 def _traffic(kind: str, count: int | None, payload_bytes: int, group_size: int) -> Traffic:

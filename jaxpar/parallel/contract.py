@@ -40,7 +40,8 @@ def contract(
     the backward pass, if the active execution says so.
 
     Args:
-      equation: an einsum of two operands, in which every index occurs in two of the three terms.
+      equation: an einsum of two operands, in which every index occurs in two of the three terms, or in all (of each
+        of which there is a product of its own).
       x: the activation.
       kernels: stored weights; `axes` has the logical axes of each.
       fuse: rearranges or joins several weights into one, so that their input's gradient is one sum and needs one
@@ -124,13 +125,14 @@ def _product(equation: str, x: Operand, y: Operand, dtype: jnp.dtype) -> jax.Arr
 
 
 def _weight_gradient(x_term: str, y_term: str, kernel_term: str, x: Operand, dy: Operand) -> jax.Array:
-    """Σ over the shared (batch) dims of x ⊗ dy, not scaled yet, summed in float32 on each device, in the layout of the
-    kernel."""
+    """Σ over the dims that x and dy share and the kernel has not (batch) of x ⊗ dy, not scaled yet, summed in float32
+    on each device, in the layout of the kernel."""
     product = partial(jnp.einsum, preferred_element_type=reduction_format(), precision=x.precision)
     if not current_execution().transposed_weight_gradients:
         return product(f"{x_term},{y_term}->{kernel_term}", x.values, dy.values)
-    shared = [index for index in x_term if index in y_term]
-    rows, columns = ([i for i in term if i not in shared] for term in (x_term, y_term))
-    x_t = jax.lax.optimization_barrier(jnp.einsum(f"{x_term}->{''.join(rows + shared)}", x.values))
-    dy_t = jnp.einsum(f"{y_term}->{''.join(shared + columns)}", dy.values)
-    return product(f"{''.join(rows + shared)},{''.join(shared + columns)}->{kernel_term}", x_t, dy_t)
+    each = [index for index in x_term if index in y_term and index in kernel_term]
+    shared = [index for index in x_term if index in y_term and index not in each]
+    rows, columns = ([i for i in term if i not in shared + each] for term in (x_term, y_term))
+    x_t_term, dy_t_term = "".join(each + rows + shared), "".join(each + shared + columns)
+    x_t = jax.lax.optimization_barrier(jnp.einsum(f"{x_term}->{x_t_term}", x.values))
+    return product(f"{x_t_term},{dy_t_term}->{kernel_term}", x_t, jnp.einsum(f"{y_term}->{dy_t_term}", dy.values))

@@ -4,7 +4,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,9 @@ from jaxpar.parallel.constrain import current_execution, record_call
 from jaxpar.parallel.offload import fetched, is_streamed
 from jaxpar.parallel.pipeline.layer_loop import layer_loop
 
-__all__ = ["REMAT_POLICIES", "StageLayers", "layers_left_out", "scan_layers", "stage_layers"]
+__all__ = ["REMAT_POLICIES", "Alternating", "StageLayers", "layers_left_out", "scan_layers", "stage_layers"]
 
-Body = Callable[[Any, jax.Array, Any, jax.Array, int], jax.Array]
+Body = Callable[[Any, Any, Any, jax.Array, int], Any]
 
 
 def _everything(body: Callable) -> Callable:
@@ -51,6 +52,13 @@ class StageLayers:
     is_full: bool
 
 
+@dataclass(frozen=True)
+class Alternating:
+    """Layers of different parameters in turn: layer i is entry i // n of stack i % n, of n stacks."""
+
+    stacks: tuple[Any, ...]
+
+
 _stage: ContextVar[StageLayers | None] = ContextVar("stage", default=None)
 
 
@@ -78,53 +86,77 @@ def layers_left_out(note: Callable[[int, Any], None]) -> Iterator[None]:
         _left_out.reset(token)
 
 
-def scan_layers(
-    body: Body, carry: jax.Array, stacked: Any, extras: Any, *, num_layers: int, period: int = 1
-) -> jax.Array:
+def scan_layers(body: Body, carry: Any, stacked: Any, extras: Any, *, num_layers: int, period: int = 1) -> Any:
     """`carry` after `num_layers` applications of `body(layer, carry, extras, layer_index, slot)`.
 
     Args:
-      stacked: pytree of arrays whose first dim is the layer; those in the host's memory are fetched layer by layer.
+      carry: pytree of arrays.
+      stacked: pytree of arrays whose first dim is the layer; those in the host's memory are fetched layer by layer. Or
+        `Alternating`, where layers differ in their parameters.
       extras: pytree of arrays that every layer sees.
       period: layers in one turn of the pattern; `slot` (0 <= slot < period) is the static position in it, so that
-        layers may differ in what must be known when compiling, such as the window of their attention.
+        layers may differ in what must be known when compiling, such as the window of their attention. A multiple of
+        the number of alternating stacks.
     """
+    stacks = stacked.stacks if isinstance(stacked, Alternating) else (stacked,)
+    every = len(stacks)
+    assert period % every == 0, (period, every)
     record_call("scan_layers", (num_layers, period))
     if (note := _left_out.get()) is not None:
-        note(num_layers, extras)
+        note(num_layers // every, extras)
         return carry
     execution, stage = current_execution(), _stage.get()
-    stacks, tree = jax.tree.flatten(stacked, is_leaf=is_streamed)
-    sliced = [stack.proxy if is_streamed(stack) else stack for stack in stacks]
+    opened = [_Stack(*jax.tree.flatten(stack, is_leaf=is_streamed)) for stack in stacks]
     # One stack a slot, split outside the loop: what the backward pass needs of a weight is then the stack itself, not
     # a copy.
-    slots = (
-        [jax.tree.map(lambda a, slot=slot: a[slot::period], sliced) for slot in range(period)]
-        if period > 1
-        else [sliced]
-    )
+    slots = [opened[slot % every].every(slot // every, period // every) for slot in range(period)]
 
-    def whole_layer(slices: list, carry: jax.Array, extras: Any, index: jax.Array, slot: int) -> jax.Array:
-        parts = [
-            fetched(stack, index, part) if is_streamed(stack) else part
-            for stack, part in zip(stacks, slices, strict=True)
-        ]
-        return body(jax.tree.unflatten(tree, parts), carry, extras, index, slot)
-
-    def turn(extras: Any, carry: jax.Array, item: tuple) -> jax.Array:
+    def turn(extras: Any, carry: Any, item: tuple) -> Any:
         turn_index, layers = item
         for slot, layer in enumerate(layers):
-            recomputed = execution.remat(lambda layer, x, extras, i, slot=slot: whole_layer(layer, x, extras, i, slot))
+            whole_layer = partial(_whole_layer, body, opened[slot % every], every, slot)
+            recomputed = execution.remat(whole_layer)
             place = turn_index * period + slot
             if stage is None:
                 carry = recomputed(layer, carry, extras, place)
                 continue
             after = recomputed(layer, carry, extras, stage.first + place)
-            carry = after if stage.is_full else jnp.where(place < stage.count, after, carry)
+            carry = after if stage.is_full else jax.tree.map(partial(jnp.where, place < stage.count), after, carry)
         return carry
 
-    num_rows = num_layers if stage is None else sliced[0].shape[0]
+    num_rows = num_layers if stage is None else opened[0].depth * every
     turns, unroll = jnp.arange(num_rows // period), execution.unroll_layers
     if stage is not None:
         return layer_loop(turn, carry, turns, slots, extras, split=execution.split_backward, unroll=unroll)
     return jax.lax.scan(lambda carry, item: (turn(extras, carry, item), None), carry, (turns, slots), unroll=unroll)[0]
+
+
+class _Stack(NamedTuple):
+    """A pytree of stacked arrays, or of what stands in for those on the host."""
+
+    leaves: list[Any]
+    tree: Any
+
+    @property
+    def _sliced(self) -> list[jax.Array]:
+        return [leaf.proxy if is_streamed(leaf) else leaf for leaf in self.leaves]
+
+    @property
+    def depth(self) -> int:
+        """Its layers."""
+        return self._sliced[0].shape[0]
+
+    def every(self, start: int, step: int) -> list[jax.Array]:
+        """Every `step`-th layer from `start` on."""
+        return [leaf[start::step] for leaf in self._sliced] if step > 1 else self._sliced
+
+
+def _whole_layer(
+    body: Body, stack: _Stack, every: int, slot: int, slices: list, carry: Any, extras: Any, index: jax.Array
+) -> Any:
+    """One layer, with its weights from wherever they are."""
+    parts = [
+        fetched(leaf, index // every, part) if is_streamed(leaf) else part
+        for leaf, part in zip(stack.leaves, slices, strict=True)
+    ]
+    return body(jax.tree.unflatten(stack.tree, parts), carry, extras, index, slot)

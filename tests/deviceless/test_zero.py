@@ -18,8 +18,8 @@ def test_gradients_are_reduced_and_parameters_gathered_as_the_stage_says(
     """Over 8 devices, from stage 1 on without an all-reduce of a matrix, and from stage 3 on layer by layer."""
     train = {"microbatches": microbatches}
     found = step(parallel={"data": 1, "fsdp": 8, "zero_stage": stage, "bucket_bytes": 1 << 20}, train=train)
-    matrices = [p for p in found.plan.parameters if p.path not in found.plan.vectors]
-    vectors = sum(4 * p.size for p in found.plan.parameters if p.path in found.plan.vectors)
+    matrices = [p for p in found.plan.parameters if p.path not in found.plan.uncast]
+    vectors = sum(4 * p.size for p in found.plan.parameters if p.path in found.plan.uncast)
     elements = sum(p.size for p in matrices)
     by_kind = found.collectives("fsdp")
     in_bytes = {kind: sum(count * size for count, size in rows) for kind, rows in by_kind.items()}

@@ -3,7 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
+from jaxpar.metrics import transformer_flops_per_token
 from jaxpar.models import RopeScaling, TransformerConfig
+from jaxpar.models.experts_config import ExpertsConfig
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,27 @@ from jaxpar.models import RopeScaling, TransformerConfig
             "high_frequency_factor=4.0 must exceed low_frequency_factor=4.0",
         ),
         ({"num_layrs": 2}, "num_layrs"),
+        (
+            {"num_layers": 5, "experts": {"num_experts": 4, "every": 2}},
+            "experts.every=2 must divide num_layers=5; nearest legal values of num_layers: 4, 6",
+        ),
+        ({"mlp_bias": True, "experts": {"num_experts": 4}}, "mlp_bias=true: experts have no biases; set mlp_bias=f"),
+        (
+            {"experts": {"num_experts": 4, "router": {"name": "top_k", "experts_per_token": 5}}},
+            "router.experts_per_token=5 exceeds num_experts=4; legal values: 1 to 4",
+        ),
+        (
+            {"experts": {"num_experts": 6, "router": {"name": "sigmoid", "num_nodes": 4, "experts_per_token": 2}}},
+            "router.num_nodes=4 must divide num_experts=6; legal values: 1, 2, 3, 6",
+        ),
+        (
+            {"experts": {"num_experts": 8, "router": {"name": "sigmoid", "num_nodes": 4, "experts_per_token": 4}}},
+            "router.nodes_per_token=1 of num_nodes=4 have 2 of num_experts=8; a token needs 4, and there are 4 nodes",
+        ),
+        (
+            {"experts": {"num_experts": 8, "router": {"name": "hierarchical", "experts_per_branch": 3}}},
+            "router.experts_per_branch=3 exceeds 2; legal values: 1 to 2",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_a_model_is_refused(values: dict, message: str) -> None:
@@ -66,3 +89,22 @@ def test_a_scaled_down_model_keeps_parts_and_pattern_and_divides() -> None:
     assert small.embed_dim % 3 == small.mlp_dim % 7 == 0
     assert small.embed_dim * small.mlp_dim * small.num_layers < 1e6
     assert (small.vocab_size, small.max_positions) == (0, 0)
+
+
+def test_experts_that_a_token_does_not_go_through_are_no_flops() -> None:
+    """3 of 6 layers have experts: of 8, two and a shared one for each token, and the router."""
+    dense = TransformerConfig(num_layers=6, embed_dim=64, mlp_dim=128)
+    experts = {"num_experts": 8, "every": 2, "mlp_dim": 32, "num_shared": 1}
+    mixed = dense.model_copy(update={"experts": ExpertsConfig.model_validate(experts)})
+    found, plain = (
+        transformer_flops_per_token(**config.dims(100), sequence_length=16).feed_forward for config in (mixed, dense)
+    )
+    assert plain == 6 * 3 * 2 * 64 * 128
+    assert found == 3 * 3 * 2 * 64 * 128 + 3 * 3 * 2 * 64 * (3 * 32) + 3 * 2 * 64 * 8
+
+
+def test_a_capacity_is_rounded_up_and_no_more_than_there_are_tokens() -> None:
+    experts = ExpertsConfig(num_experts=8, capacity_factor=1.25)
+    assert experts.capacity(100) == 32  # 1.25 · 2 · 100 / 8 = 31.25
+    assert experts.capacity(2) == 1
+    assert ExpertsConfig(num_experts=2, capacity_factor=4.0).capacity(10) == 10

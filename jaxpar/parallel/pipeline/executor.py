@@ -39,26 +39,27 @@ Item = Any
 class PipelineFunctions:
     """A model in parts. All are traced inside the shard_map.
 
-    `embed(shared, item) -> X`. `layers(chunk's weights, X, item, stage) -> (X, auxiliary loss)`, with the stage's
-    number as a traced int32. `head(shared, X, item) -> (loss, sums)`: the loss summed over the microbatch, float32, and
-    a dict of float32 sums to report. `place_stacked`, `place_shared` lay out gradients, [V, n, ...] and whole.
+    `embed(shared, item) -> X`. `layers(chunk's weights, X, item, stage) -> (X, auxiliary)`, with the stage's number as
+    a traced int32, and of auxiliary losses and other sums a pytree of float32 arrays. `head(shared, X, item) -> (loss,
+    sums)`: the loss summed over the microbatch, float32, and a dict of float32 sums to report. `place_stacked`,
+    `place_shared` lay out gradients, [V, n, ...] and whole.
     """
 
     embed: Callable[[Tree, Item], jax.Array]
-    layers: Callable[[Tree, jax.Array, Item, jax.Array], tuple[jax.Array, jax.Array]]
+    layers: Callable[[Tree, jax.Array, Item, jax.Array], tuple[jax.Array, Tree]]
     head: Callable[[Tree, jax.Array, Item], tuple[jax.Array, dict[str, jax.Array]]]
     place_stacked: Callable[[Tree], Tree] = lambda tree: tree
     place_shared: Callable[[Tree], Tree] = lambda tree: tree
 
 
 class Results(NamedTuple):
-    """Sums over all microbatches: gradients of weight · loss + auxiliary_weight · auxiliary loss in float32, the head's
-    sums, the auxiliary loss."""
+    """Sums over all microbatches: gradients of weight · loss + Σ auxiliary_weights · auxiliary sums in float32, the
+    head's sums, the auxiliary ones."""
 
     stacked: Tree
     shared: Tree
     sums: dict[str, jax.Array]
-    auxiliary: jax.Array
+    auxiliary: Tree
 
 
 def pipeline_gradients(
@@ -69,7 +70,7 @@ def pipeline_gradients(
     items: Item,
     *,
     weight: jax.Array,
-    auxiliary_weight: jax.Array,
+    auxiliary_weights: Tree,
 ) -> Results:
     """Gradients of a model on the microbatches `items`.
 
@@ -77,8 +78,9 @@ def pipeline_gradients(
       stacked: weights of the layers, [R·V·n, ...], those of rank r's chunk c from (r·V + c)·n on, split over `pipe`.
       shared: all other weights, the same on every rank.
       items: [m, ...] each.
+      auxiliary_weights: a pytree like that of the auxiliary sums.
     """
-    return _on_ranks(_Rank, functions, routed, stacked, shared, items, (weight, auxiliary_weight))
+    return _on_ranks(_Rank, functions, routed, stacked, shared, items, (weight, auxiliary_weights))
 
 
 def pipeline_sums(
@@ -134,7 +136,7 @@ class _Sums(NamedTuple):
     stacked: Tree
     shared: list[jax.Array]
     head: dict[str, jax.Array]
-    auxiliary: jax.Array
+    auxiliary: Tree
 
 
 class _Slots(NamedTuple):
@@ -167,7 +169,7 @@ class _Rank:
         chunks: Tree,
         shared: Tree,
         items: Item,
-        *weights: jax.Array,
+        *weights: Tree,
     ) -> None:
         geometry = routed.schedule.geometry
         self._functions, self._routed, self._chunks, self._items = functions, routed, chunks, items
@@ -267,7 +269,8 @@ class _Rank:
         item = tick.item
         x = _branch(tick.row["is_first"], lambda: self._functions.embed(self._shared_whole(), item), lambda: x)
         (y, auxiliary), residuals = self._cut.forward(tick.weights, x, tick.context)
-        sums = sums._replace(auxiliary=sums.auxiliary + self._active(tick, auxiliary, jnp.zeros(())))
+        auxiliary = self._active(tick, auxiliary, jax.tree.map(jnp.zeros_like, auxiliary))
+        sums = sums._replace(auxiliary=jax.tree.map(jnp.add, sums.auxiliary, auxiliary))
         slots = slots._replace(residuals=self._active(tick, residuals, slots.residuals))
 
         def head(shared: list[jax.Array], head: dict[str, jax.Array]) -> tuple[jax.Array, list, dict]:
@@ -364,10 +367,10 @@ class _Rank:
         embed, head = self._functions.embed, self._functions.head
         self._used_by_embed = reads(lambda shared: embed(shared, tick.item), self._shared_whole())
         self._used_by_head = reads(lambda shared, x: head(shared, x, tick.item), self._shared_whole(), x)
-        _, residuals = jax.eval_shape(lambda x: self._cut.forward(tick.weights, x, tick.context), x)
+        (_, auxiliary), residuals = jax.eval_shape(lambda x: self._cut.forward(tick.weights, x, tick.context), x)
         crossing = []
         if self._is_split:
-            cotangents = x, jax.ShapeDtypeStruct((), jnp.float32)
+            cotangents = x, self._weights_of_losses[1]
             _, crossing = jax.eval_shape(
                 lambda *given: self._split.inputs(tick.weights, tick.context, *given), residuals, cotangents
             )
@@ -380,7 +383,7 @@ class _Rank:
             sent=jnp.zeros(x.shape, x.dtype),
             residuals=_buffer(routed.num_residual_slots, residuals),
             crossing=_buffer(routed.num_weight_slots, crossing),
-            sums=_Sums(stacked, jax.tree.leaves(shared), zeros(found), jnp.zeros(())),
+            sums=_Sums(stacked, jax.tree.leaves(shared), zeros(found), zeros(auxiliary)),
         )
 
 
@@ -402,7 +405,7 @@ class _ForwardRank(_Rank):
     def _start(self, rows: Mapping[str, jax.Array]) -> _State:
         tick = self._first_tick(rows)
         x, found = self._shapes(tick)
-        sums = _Sums(None, [], jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), found), jnp.zeros(()))
+        sums = _Sums(None, [], jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), found), None)
         return _State(_buffer(self._routed.num_receive_slots + 1, x), jnp.zeros(x.shape, x.dtype), [], [], sums)
 
 

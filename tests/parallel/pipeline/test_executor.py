@@ -124,7 +124,7 @@ def test_gradients_and_sums_are_those_of_the_whole_model(case: tuple[str, int, t
     partition = make_partition(schedule.geometry, layers_per_stage)
     program = partial(
         pipeline_gradients, functions(partition, schedule.geometry.split), route(schedule),
-        weight=jnp.float32(WEIGHT), auxiliary_weight=jnp.float32(AUXILIARY_WEIGHT),
+        weight=jnp.float32(WEIGHT), auxiliary_weights=jnp.float32(AUXILIARY_WEIGHT),
     )  # fmt: skip
     stacked, shared, items = model()
     found = on_mesh(program, jax.tree.map(lambda a: in_rows(a, partition.rows), stacked), shared, items)
@@ -157,7 +157,9 @@ def test_layers_that_change_the_shape_are_refused() -> None:
     schedule = build_schedule("gpipe", 4, 8)
     stacked, shared, items = model()
     wide = PipelineFunctions(embed, lambda w, x, item, stage: (x[..., :4], jnp.zeros(())), head)
-    program = partial(pipeline_gradients, wide, route(schedule), weight=jnp.float32(1), auxiliary_weight=jnp.float32(0))
+    program = partial(
+        pipeline_gradients, wide, route(schedule), weight=jnp.float32(1), auxiliary_weights=jnp.float32(0)
+    )
     with pytest.raises(
         ValueError, match=r"embed gives float32\[2, 4, 8\], its layers float32\[2, 4, 4\]; what travels"
     ):
