@@ -138,13 +138,13 @@ class WandbWriter:
             id_path.write_text(uuid.uuid4().hex + "\n", encoding="utf-8")
         run_id = id_path.read_text(encoding="utf-8").strip()
         self._run = module.init(project=project, id=run_id, resume="allow", dir=os.fspath(run_dir), config=dict(config))
-        self._image = module.Image
+        self._module = module
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Logs the values with their step. Raises TypeError for a value that is not a host number."""
-        pictures = {key: self._image(heat_map(table)) for key, table in _tables(values).items()}
+        pictures = {key: self._module.Image(heat_map(table)) for key, table in _tables(values).items()}
         self._run.log({"step": step, **_host_numbers(values), **pictures})
 
     def close(self) -> None:

@@ -107,7 +107,7 @@ def test_other_layouts_equal_one_device(case, one_device, layout_run):
 
 def test_matrices_in_rows_without_a_layer_stay_zero_and_steps_of_layers_are_theirs(config_for, layout_run, run_of):
     """Muon orthogonalises gradients that are zero there; layer-wise decay counts layers, not rows."""
-    optimizer = {"name": "muon", "learning_rate": 1e-2, "layer_decay": 0.7}
+    optimizer = {"name": "muon", "learning_rate": 1e-2, "layer_decay": 0.7, "adam_epsilon": 1e-3}
     pipeline = {"schedule": "interleaved_aligned", "microbatches": 8, "layers_per_stage": [1, 1, 2, 1, 1, 1, 1, 1]}
     sections = {"train": train_of(""), "optimizer": optimizer}
     found = layout_run("untied-9", {"pipe": 4, "data": 2}, pipeline=pipeline, **sections)
