@@ -71,7 +71,8 @@ class ModelParts:
                 f"{pipe}: the method layers of {name} must run its stacked blocks by jaxpar.parallel.layers.scan_layers"
             )
         with replace(self.execution, attention="reference").active():
-            self._check_layers_alone(f"{pipe}: the method layers of {name}", x)
+            for keys in (None, self._keys):
+                self._check_layers_alone(f"{pipe}: the method layers of {name}", x, keys)
         self._check_ends(f"{pipe} with {{split}}: the method {{part}} of {name}", read["embed"], calls, logits)
         for part, flags in read.items():
             for path, is_read in zip(axes, flags, strict=True):
@@ -128,7 +129,8 @@ class ModelParts:
             x = jax.eval_shape(self._embed, params, self._inputs)
             whole, _ = self._kept_bytes(params, x, split=False)
             forward, backward = self._kept_bytes(params, x, split=True)
-        return SlotSizes(forward / whole, backward / whole)
+        # Layers that keep nothing have nothing to weigh against.
+        return SlotSizes(forward / whole, backward / whole) if whole else SlotSizes()
 
     def _kept_bytes(self, params: Any, x: jax.Array, *, split: bool) -> tuple[int, int]:
         """Of what waits for the backward pass of all layers, and, if it is split, for its second part."""
@@ -152,6 +154,12 @@ class ModelParts:
         shape = (self.config.train.batch_size, self.config.data.sequence_length)
         return {key: jax.ShapeDtypeStruct(shape, jnp.int32) for key in ("tokens", "positions", "segment_ids")}
 
+    @property
+    def _keys(self) -> Any:
+        """A dropout key for each sequence."""
+        number = self.config.train.batch_size
+        return jax.eval_shape(lambda: jax.random.split(jax.random.key(0), number))
+
     def _embed(self, params: Any, inputs: Any) -> jax.Array:
         return nnx.merge(self.structure, params).embed(inputs, None)
 
@@ -164,17 +172,17 @@ class ModelParts:
     def _by_path(self, params: Any) -> dict[str, Any]:
         return dict(zip(self.axes, jax.tree.leaves(params), strict=True))
 
-    def _check_layers_alone(self, what: str, x: Any) -> None:
+    def _check_layers_alone(self, what: str, x: Any, keys: Any) -> None:
         """Each stage runs all of `layers`: beside its layers there may be nothing that changes what passes through."""
         calls: list[tuple[int, Any]] = []
 
-        def without_layers(params: Any, x: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
+        def without_layers(params: Any, x: jax.Array, context: Any) -> tuple[jax.Array, Any]:
             calls.clear()
             with layers_left_out(lambda num_layers, extras: calls.append((num_layers, extras))):
-                result = self._layers(params, x, inputs)
+                result = nnx.merge(self.structure, params).layers(x, *context)
             return result, [extras for _, extras in calls]
 
-        is_x, extras_are_of_inputs = passes_through(without_layers, self.abstract_params, x, self._inputs)
+        is_x, extras_are_of_inputs = passes_through(without_layers, self.abstract_params, x, (self._inputs, keys))
         leaves = self._by_path(self.abstract_params)
         depths = {leaf.shape[0] for path, leaf in leaves.items() if is_stacked(self.axes[path])}
         if len(calls) != 1 or depths != {calls[0][0]}:

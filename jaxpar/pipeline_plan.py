@@ -209,7 +209,9 @@ def _schedule(
         choice = choose_schedule(
             pipe, number, allowed, costs, max_in_flight=bound, slots=slots, only_aligned=aligned, hop=hop
         )
-        found, why = measured(choice.schedule), _reason(choice)
+        best = choice.candidates[0].measured
+        assert best is not None
+        found, why = best, _reason(choice)
     else:
         if keys.overlap and keys.schedule in _NOTHING_TO_OVERLAP:
             raise ValueError(
@@ -347,13 +349,14 @@ def _notes(
     ]
     if geometry.num_microbatches < geometry.num_ranks:
         notes.append(
-            f"pipeline: fewer microbatches than ranks, so that some always wait: train.batch_size="
-            f"{config.train.batch_size} and pipeline.microbatches could be larger"
+            f"pipeline: {geometry.num_microbatches} microbatches are fewer than parallel.pipe={geometry.num_ranks}, so "
+            f"that some ranks always wait; train.batch_size={config.train.batch_size} gives up to "
+            f"{_divisors(config, sizes)[-1]}"
         )
     if geometry.split:
         notes.append(
-            f"pipeline: from its input's to its weights' gradients {schedule.name} keeps of a microbatch as much as "
-            f"{slot_sizes().backward:.2g} microbatches' activations, which recomputation does not shrink"
+            f"pipeline: from its input's to its weights' gradients {schedule.name} keeps of a microbatch about as much "
+            f"as {slot_sizes().backward:.2g} microbatches' activations (of whole arrays), whatever is recomputed"
         )
     if config.parallel.zero_stage == 3 and sizes["fsdp"] > 1:
         times = 2 * geometry.num_microbatches * config.train.microbatches

@@ -27,7 +27,7 @@ _SUFFIXES = (".svg", ".png", ".txt")
 _AUTO = "auto"
 _KEPT = (
     "In activations of a rank's whole share for a microbatch: in flight is the peak of the rank with the most, kept is "
-    "what one program for all ranks has slots for."
+    "what one program for all ranks has slots for; a run weighs those of a split backward by their bytes."
 )
 
 

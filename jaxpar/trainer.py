@@ -332,6 +332,8 @@ class Trainer:
 
 def _write_schedule(plan: Plan, path: Path) -> None:
     """The table of the run's stages, for one of the user's own is but a path in the configuration."""
+    if path.resolve() == Path(plan.config.pipeline.schedule).expanduser().resolve():
+        return  # it is what was read
     if plan.pipeline is not None:
         write_whole(path, dump_table(plan.pipeline.schedule))
     else:

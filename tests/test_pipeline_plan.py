@@ -1,6 +1,7 @@
 """What a plan decides for pipeline stages, and what it refuses before anything is compiled."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,9 @@ def test_auto_takes_one_without_branches_for_a_ring(method: str, name: str) -> N
 
 def test_too_few_microbatches_are_pointed_out() -> None:
     notes = pipeline_of({"schedule": "gpipe"}, train={"batch_size": 4}).notes
-    assert any("fewer microbatches than ranks" in note and "train.batch_size=4" in note for note in notes)
-    assert not any("fewer microbatches" in note for note in pipeline_of({"schedule": "gpipe"}).notes)
+    few = r"pipeline: 2 microbatches are fewer than parallel\.pipe=4, .*; train\.batch_size=4 gives up to 2"
+    assert any(re.fullmatch(few, note) for note in notes)
+    assert not any("are fewer than" in note for note in pipeline_of({"schedule": "gpipe"}).notes)
 
 
 def test_a_batch_is_cut_into_up_to_four_parts_for_each_stage() -> None:
@@ -204,7 +206,7 @@ REFUSED: dict[str, tuple[dict, dict, str]] = {
     ),
     "a ring where nothing without branches fits": (
         {"max_in_flight": 1.0}, {"parallel": {"pipe": 4, "context": 2}},
-        r'^pipeline\.schedule="auto": every schedule keeps more activations of a stage than 1; the least is ',
+        r'^pipeline\.schedule="auto": every schedule keeps more activations of a stage than max_in_flight=1; the least is ',
     ),
     "half a turn": (
         {"schedule": "1f1b", "layers_per_stage": [3, 1, 2, 2]}, {"model": EIGHT},
@@ -251,6 +253,8 @@ class Parts(nnx.Module):
         body = lambda kernel, x, extras, index, slot: x + roll(x @ kernel) * scale  # noqa: E731
         for _ in range(2 if self.wrong == "twice" else 1):
             x = scan_layers(body, x, self.kernels[...], extras, num_layers=4)
+        if self.wrong == "dropout" and dropout_keys is not None:
+            return x * jax.random.bernoulli(dropout_keys[0], 0.9, x.shape)
         return 2.0 * x if self.wrong == "scaled" else x
 
     def head(self, x: jax.Array) -> jax.Array:
@@ -286,6 +290,7 @@ class PartsConfig(BaseModel):
         ("embed", r"the method embed of model\.name='parts' reads kernels, but it may read no stacked blocks"),
         ("layers", r"the method layers of model\.name='parts' reads scale, but it may read only the stacked blocks"),
         ("loop", r"the method layers of model\.name='parts' must run its stacked blocks by jaxpar\.parallel\.layers\."),
+        ("dropout", r"must give what scan_layers returns; what else it does belongs to embed or head"),
         ("scaled", r"runs on every stage, so that it must give what scan_layers returns; what else it does belongs to"),
         (
             "extras",

@@ -9,7 +9,7 @@ __all__ = ["AXIS", "WouldHangError", "check_branches"]
 AXIS = "pipe"
 _ENDS = (
     "One rank alone runs the model's embed, and one its head: look tokens up by jaxpar.parallel.embedding.lookup, and "
-    "return jaxpar.parallel.loss.FactoredLogits"
+    "return jaxpar.parallel.loss.FactoredLogits (if the model does so, please report this with the configuration)"
 )
 _LAYERS = (
     "; for a collective of a layer set an aligned schedule, which has no branches around layers: "
