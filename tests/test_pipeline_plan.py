@@ -206,7 +206,7 @@ REFUSED: dict[str, tuple[dict, dict, str]] = {
     ),
     "a ring where nothing without branches fits": (
         {"max_in_flight": 1.0}, {"parallel": {"pipe": 4, "context": 2}},
-        r'^pipeline\.schedule="auto": every schedule keeps more activations of a stage than max_in_flight=1; the least is ',
+        r'^pipeline\.schedule="auto": every schedule keeps more activations of a stage than max_in_flight=1; the least',
     ),
     "half a turn": (
         {"schedule": "1f1b", "layers_per_stage": [3, 1, 2, 2]}, {"model": EIGHT},
