@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.models.config import TransformerConfig
 from jaxpar.models.experts_config import ExpertsConfig
-from jaxpar.models.layers import ACTIVATIONS, FeedForward, dropout, normal, residual_std
+from jaxpar.models.layers import FeedForward, activated, kept, normal, residual_std
 from jaxpar.models.router import make_router
 from jaxpar.parallel.constrain import constrain
 from jaxpar.parallel.contract import contract
@@ -53,9 +53,7 @@ class Experts(nnx.Module):
         inputs = [part[...] for part in (self.gate, self.up) if part is not None]
         h = contract("gecd,edxf->gecxf", x_GECD, inputs, [_UP] * len(inputs), _beside)
         h = checkpoint_name(constrain(h, ("expert_batch", "experts", None, None, "mlp")), "mlp_input")
-        h_GECF = ACTIVATIONS[self.config.activation](h[:, :, :, 0])
-        h_GECF = h_GECF * h[:, :, :, 1] if self.config.gated else h_GECF
-        h_GECF = dropout(h_GECF, self.rate, keys_G)
+        h_GECF = _dropout(activated(h, self.config), self.rate, keys_G)
         h_GECF = checkpoint_name(constrain(h_GECF, ("expert_batch", "experts", None, "mlp")), "mlp_activation")
         return contract("gecf,efd->gecd", h_GECF, [self.down[...]], [_DOWN])
 
@@ -90,6 +88,14 @@ class ExpertFeedForward(nnx.Module):
         tokens_G = valid_GS.sum(-1).astype(jnp.float32)
         sums = ExpertSums((tokens_G * found.losses_G).sum(), found.load_E, found.dropped, found.entropy)
         return y_BTD, sums
+
+
+def _dropout(h_GECF: jax.Array, rate: float, keys_G: jax.Array | None) -> jax.Array:
+    """A mask of a group's places, which depends on nothing but its key."""
+    if keys_G is None or rate == 0.0:
+        return h_GECF
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, h_GECF.shape[1:]))(keys_G)
+    return kept(h_GECF, constrain(keep, ("expert_batch", "experts", None, "mlp")), rate)
 
 
 def _keys(keys_B: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:

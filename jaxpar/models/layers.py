@@ -28,11 +28,11 @@ __all__ = [
     "Norm",
     "activated",
     "dropout",
+    "kept",
     "normal",
     "residual_std",
     "rotary_angles",
     "rotate",
-    "stacked_columns",
     "zeros",
 ]
 
@@ -68,6 +68,11 @@ def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
     keys_BT = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys_B, places_T)
     keep = jax.vmap(jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, x.shape[2:])))(keys_BT)
     keep = constrain(keep, ("batch", "residual_sequence", *(None,) * (x.ndim - 2)))
+    return kept(x, keep, rate)
+
+
+def kept(x: jax.Array, keep: jax.Array, rate: float) -> jax.Array:
+    """`x` where `keep` is true, which it is for all but a share `rate`, scaled up for what is lost."""
     return jnp.where(keep, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
 
 
@@ -226,7 +231,7 @@ class FeedForward(nnx.Module):
         biased = self.config.mlp_bias
         inputs = [part for part in (self.gate, self.up) if part is not None]
         h = contract(
-            "btd,dcf->btcf", x_BTD, [part[...] for part in inputs], [("embed", "mlp")] * len(inputs), stacked_columns
+            "btd,dcf->btcf", x_BTD, [part[...] for part in inputs], [("embed", "mlp")] * len(inputs), _stacked_columns
         )
         if biased:
             biases = [part[...] for part in (self.gate_bias, self.up_bias) if part is not None]
@@ -239,12 +244,13 @@ class FeedForward(nnx.Module):
         return _biased(y, self.down_bias[...]) if biased else y
 
 
-def activated(h_BTCF: jax.Array, config: TransformerConfig) -> jax.Array:
-    activated_BTF = ACTIVATIONS[config.activation](h_BTCF[:, :, 0])
-    return activated_BTF * h_BTCF[:, :, 1] if config.gated else activated_BTF
+def activated(h: jax.Array, config: TransformerConfig) -> jax.Array:
+    """activation(h₀), or activation(h₀) · h₁, of products that lie beside each other in the last dim but one."""
+    first = ACTIVATIONS[config.activation](h[..., 0, :])
+    return first * h[..., 1, :] if config.gated else first
 
 
-def stacked_columns(*kernels_DF: jax.Array) -> jax.Array:
+def _stacked_columns(*kernels_DF: jax.Array) -> jax.Array:
     return constrain(jnp.stack(kernels_DF, axis=1), ("embed", None, "mlp"))
 
 

@@ -33,7 +33,7 @@ MODEL = TransformerConfig(
 )
 ROUTERS: dict[str, dict[str, Any]] = {
     "top_k": {"router": TopK(balance_coefficient=1.0, z_coefficient=0.1), "num_shared": 1},
-    "switch": {"router": SwitchTop1(balance_coefficient=1.0, jitter=0.2), "every": 2},
+    "switch": {"router": SwitchTop1(balance_coefficient=1.0, jitter=0.2), "every": 2, "dropout": 0.3},
     "gshard": {"router": GShardTop2(balance_coefficient=1.0), "every": 2, "group_tokens": 8},
     "noisy_top_k": {"router": NoisyTopK(), "every": 2},
     "sigmoid": {
@@ -70,8 +70,11 @@ CASES = [
 ]
 
 
-def plan_of(router: str, layout: dict[str, int], num_devices: int, **sections: dict[str, Any]) -> Plan:
-    model = MODEL.model_copy(update={"experts": ExpertsConfig(num_experts=4, **ROUTERS[router])})
+def plan_of(
+    router: str, layout: dict[str, int], num_devices: int, dropout: float | None = None, **sections: Any
+) -> Plan:
+    own = ROUTERS[router] if dropout is None else ROUTERS[router] | {"dropout": dropout}
+    model = MODEL.model_copy(update={"experts": ExpertsConfig(num_experts=4, **own)})
     train = {"num_steps": NUM_STEPS, "batch_size": 16, "max_grad_norm": float("inf")}
     config = Config.model_validate(
         {
@@ -121,6 +124,12 @@ def test_a_layout_equals_one_device(router: str, layout: str) -> None:
             np.testing.assert_allclose(got[name], value, rtol=2e-5, atol=atol, err_msg=f"{name} of step {number}")
     for path, want in wanted.items():
         np.testing.assert_allclose(params[path], want, rtol=0, atol=2e-3 * np.abs(want).max() + 1e-5, err_msg=path)
+
+
+def test_dropout_within_experts_changes_the_loss() -> None:
+    dropped = one_device("switch")[0][0]["loss"]
+    without = trace(plan_of("switch", {}, 1, dropout=0.0))[0][0]["loss"]
+    assert abs(dropped - without) > 1e-3
 
 
 @pytest.mark.parametrize("router", ROUTERS)
