@@ -106,13 +106,21 @@ class ModelParts:
                 "jaxpar.parallel.loss.FactoredLogits, since the vocabulary is split"
             )
 
-    def work_of_ends(self) -> Work:
+    def work_of_ends(self, num_layers: int) -> Work:
         """Embedding and head in layers, by multiplications and additions for a token: a layer's matrices count their
-        elements, the head's product the table's; a lookup adds one row."""
+        elements, of experts those of the share that a token goes through, the head's product the table's; a lookup adds
+        one row."""
         axes = self.axes
         sizes = {path: leaf.shape for path, leaf in self._by_path(self.abstract_params).items()}
-        matrices = sum(
-            math.prod(shape[1:]) for path, shape in sizes.items() if is_stacked(axes[path]) and len(axes[path]) > 2
+        experts = getattr(self.config.model, "experts", None)
+        share = 1.0 if experts is None else experts.choices / experts.num_experts
+        matrices = (
+            sum(
+                math.prod(shape) * (share if "experts" in axes[path] else 1.0)
+                for path, shape in sizes.items()
+                if is_stacked(axes[path]) and len(axes[path]) > 2
+            )
+            / num_layers
         )
         tables = [shape for path, shape in sizes.items() if set(axes[path]) == {"vocab", "embed"}]
         if not matrices or not tables:

@@ -273,7 +273,7 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
         parts = ModelParts(config, execution, structure, abstract_params, axes)
         parts.check()
         num_layers, period = calls["scan_layers"]
-        pipeline = plan_pipeline(config, sizes, num_layers, period, parts.work_of_ends(), parts.slot_sizes)
+        pipeline = plan_pipeline(config, sizes, num_layers, period, parts.work_of_ends(num_layers), parts.slot_sizes)
         execution = replace(execution, split_backward=pipeline.schedule.geometry.split)
         abstract_params = _in_rows(abstract_params, axes, pipeline)
     parameters = _place(abstract_params, axes, rules, sizes)

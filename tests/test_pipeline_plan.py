@@ -15,12 +15,14 @@ from jaxpar.config import Config
 from jaxpar.inspect import compile_step
 from jaxpar.memory import state_parts
 from jaxpar.models import TransformerConfig
+from jaxpar.models.experts_config import ExpertsConfig, TopK
 from jaxpar.parallel.constrain import constrain
 from jaxpar.parallel.embedding import lookup
 from jaxpar.parallel.layers import scan_layers
 from jaxpar.parallel.loss import FactoredLogits
 from jaxpar.parallel.pipeline.catalogue import build_schedule
 from jaxpar.parallel.pipeline.divergence import WouldHangError
+from jaxpar.parallel.pipeline.partition import Work, balanced_layers
 from jaxpar.parallel.pipeline.table_file import write_table
 from jaxpar.plan import Plan, make_plan
 from jaxpar.state import optimizer_of
@@ -102,6 +104,19 @@ def test_head_and_embedding_are_work() -> None:
     given = pipeline_of({"schedule": "1f1b", "layers_per_stage": [3, 3, 3, 4]}, model).partition
     assert given.counts == (3, 3, 3, 4)
     assert given.starts == (0, 3, 6, 9)
+
+
+def test_experts_that_a_token_does_not_go_through_are_no_work() -> None:
+    """Of 2 layers one has 8 experts, of which a token goes through 2; the head is 1.6 layers without experts."""
+    experts = ExpertsConfig(num_experts=8, every=2, router=TopK(experts_per_token=2))
+    model = MODEL.model_copy(update={"num_layers": 26, "vocab_size": 1024, "experts": experts})
+    attention, mlp = 64 * 64 * 4, 64 * 128 * 3
+    layer = attention + (mlp + 2 * mlp) / 2 + 64 * 8 / 2
+    head = 1024 * 64 / layer
+    assert 1.1 < head < 1.3
+    found = pipeline_of({"schedule": "1f1b"}, model).partition.counts
+    assert found == balanced_layers(26, 4, Work(embed=64 / layer, head=head), period=2)
+    assert found != balanced_layers(26, 4, Work(), period=2)
 
 
 def test_layers_lie_where_they_run_and_empty_places_count_as_no_parameter() -> None:
