@@ -107,16 +107,15 @@ def test_head_and_embedding_are_work() -> None:
 
 
 def test_experts_that_a_token_does_not_go_through_are_no_work() -> None:
-    """Of 2 layers one has 8 experts, of which a token goes through 2; the head is 1.6 layers without experts."""
+    """Of 2 layers one has 8 experts, of which a token goes through 2; the head is 5 such layers, on the average."""
     experts = ExpertsConfig(num_experts=8, every=2, router=TopK(experts_per_token=2))
-    model = MODEL.model_copy(update={"num_layers": 26, "vocab_size": 1024, "experts": experts})
-    attention, mlp = 64 * 64 * 4, 64 * 128 * 3
-    layer = attention + (mlp + 2 * mlp) / 2 + 64 * 8 / 2
-    head = 1024 * 64 / layer
-    assert 1.1 < head < 1.3
-    found = pipeline_of({"schedule": "1f1b"}, model).partition.counts
-    assert found == balanced_layers(26, 4, Work(embed=64 / layer, head=head), period=2)
-    assert found != balanced_layers(26, 4, Work(), period=2)
+    model = MODEL.model_copy(update={"num_layers": 26, "vocab_size": 4096, "experts": experts})
+    attention, mlp, router = 64 * 64 * 4, 64 * 128 * 3, 64 * 8
+    counts = []
+    for layer in (attention + (mlp + 2 * mlp + router) / 2, attention + (mlp + 8 * mlp + router) / 2):
+        counts.append(balanced_layers(26, 4, Work(embed=64 / layer, head=4096 * 64 / layer), period=2))
+    assert counts[0] != counts[1]
+    assert pipeline_of({"schedule": "1f1b"}, model).partition.counts == counts[0]
 
 
 def test_layers_lie_where_they_run_and_empty_places_count_as_no_parameter() -> None:
