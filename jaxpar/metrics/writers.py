@@ -181,11 +181,15 @@ def _host_numbers(values: Mapping[str, Value]) -> dict[str, Number]:
 
     A device array is refused: to convert it would wait for the step that computes it.
     """
-    return {key: _host_number(key, value) for key, value in values.items() if key not in _tables(values)}
+    return {key: _host_number(key, value) for key, value in values.items() if not _is_table(value)}
 
 
 def _tables(values: Mapping[str, Value]) -> dict[str, np.ndarray]:
-    return {key: value for key, value in values.items() if isinstance(value, np.ndarray) and value.ndim == 2}
+    return {key: np.asarray(value) for key, value in values.items() if _is_table(value)}
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 2
 
 
 def _host_number(key: str, value: Any) -> Number:

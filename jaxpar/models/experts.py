@@ -75,7 +75,8 @@ class ExpertFeedForward(nnx.Module):
         size = self.settings.group_tokens or T
         if T % size:
             raise ValueError(
-                f"model.experts.group_tokens={size} must divide the {T} tokens of a sequence (data.sequence_length)"
+                f"model.experts.group_tokens={size} must divide data.sequence_length={T}; nearest legal values: "
+                f"{max(n for n in range(1, min(size, T) + 1) if T % n == 0)}, or 0 for the whole sequence"
             )
         x_GSD = constrain(x_BTD.reshape(-1, size, D), ("batch", None, "embed"))
         valid_GS = valid_BT.reshape(-1, size)

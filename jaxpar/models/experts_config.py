@@ -41,6 +41,8 @@ class TopK(_Choice):
     """Experts that a token is sent to."""
     normalised: bool = True
     """Divide a token's gates by their sum."""
+    jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The router's input is multiplied by random numbers within 1 ± this while training."""
     balance_coefficient: Coefficient = 0.01
     """Coefficient of experts · Σ (share of choices) · (mean probability), which is 1 at balance."""
 
@@ -55,6 +57,16 @@ class SwitchTop1(_Choice):
     """Coefficient of experts · Σ (share of choices) · (mean probability), which is 1 at balance."""
     z_coefficient: Coefficient = 1e-3
     """Coefficient of the mean squared log-sum-exp of the router's logits (ST-MoE, Zoph 2022)."""
+
+    @property
+    def experts_per_token(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def normalised(self) -> bool:
+        """The only gate would be 1, and the router would learn nothing from it."""
+        return False
 
 
 class GShardTop2(_Choice):
@@ -175,7 +187,7 @@ class ExpertsConfig(_Part):
     def choices(self) -> int:
         """Experts that a token is sent to; of experts that choose, as many on average at a capacity factor of 1."""
         match self.router:
-            case TopK() | NoisyTopK() | SigmoidTopK():
+            case TopK() | SwitchTop1() | NoisyTopK() | SigmoidTopK():
                 return self.router.experts_per_token
             case GShardTop2():
                 return 2

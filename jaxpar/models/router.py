@@ -85,35 +85,20 @@ class _Router(nnx.Module):
         )
 
 
-class _TopKRouter(_Router):
+class _SoftmaxRouter(_Router):
     def choices(self, x_GSD: jax.Array, valid_GS: jax.Array, keys_B: jax.Array | None) -> tuple[Routing, jax.Array]:
         router = self.settings.router
-        assert isinstance(router, TopK)
-        logits_GSE = _product(x_GSD, self.kernel)
-        routing = softmax_top_k(
-            logits_GSE, valid_GS, router.experts_per_token,
-            normalised=router.normalised,
-            balance_coefficient=router.balance_coefficient,
-            z_coefficient=router.z_coefficient,
-        )  # fmt: skip
-        return routing, jax.nn.softmax(logits_GSE, axis=-1)
-
-
-class _SwitchRouter(_Router):
-    def choices(self, x_GSD: jax.Array, valid_GS: jax.Array, keys_B: jax.Array | None) -> tuple[Routing, jax.Array]:
-        router = self.settings.router
-        assert isinstance(router, SwitchTop1)
+        assert isinstance(router, TopK | SwitchTop1)
         if keys_B is not None and router.jitter:
             low, high = 1.0 - router.jitter, 1.0 + router.jitter
             x_GSD *= _drawn(lambda key, shape: jax.random.uniform(key, shape, minval=low, maxval=high), keys_B, x_GSD)
         logits_GSE = _product(x_GSD, self.kernel)
         routing = softmax_top_k(
-            logits_GSE, valid_GS, 1,
-            normalised=False,
+            logits_GSE, valid_GS, router.experts_per_token,
+            normalised=router.normalised,
             balance_coefficient=router.balance_coefficient,
-            z_coefficient=router.z_coefficient,
         )  # fmt: skip
-        return routing, jax.nn.softmax(logits_GSE, axis=-1)
+        return _with_z_loss(routing, router.z_coefficient, logits_GSE, valid_GS), jax.nn.softmax(logits_GSE, axis=-1)
 
 
 class _GShardRouter(_Router):
@@ -218,8 +203,8 @@ class _ExpertChoiceRouter(_Router):
 
 
 _ROUTERS: dict[type, Callable[..., _Router]] = {
-    TopK: _TopKRouter,
-    SwitchTop1: _SwitchRouter,
+    TopK: _SoftmaxRouter,
+    SwitchTop1: _SoftmaxRouter,
     GShardTop2: _GShardRouter,
     NoisyTopK: _NoisyRouter,
     SigmoidTopK: _SigmoidRouter,

@@ -47,12 +47,11 @@ def softmax_top_k(
     *,
     normalised: bool,
     balance_coefficient: float = 0.0,
-    z_coefficient: float = 0.0,
 ) -> Routing:
     """The k largest of softmax(logits) with their probabilities as gates, divided by their sum if `normalised`.
 
     With k = 1, unnormalised, this is Switch (Fedus 2021, section 2.1); with k = 2, normalised, Mixtral (Jiang 2024,
-    section 2.1). The losses are `balance_loss` and `z_loss`.
+    section 2.1). The loss is `balance_loss`.
 
     >>> logits, valid = jnp.zeros((1, 2, 4)).at[0, :, 3].set(9.0), jnp.array([[True, False]])
     >>> routing = softmax_top_k(logits, valid, 2, normalised=True)
@@ -65,7 +64,6 @@ def softmax_top_k(
         gates_GSK /= gates_GSK.sum(-1, keepdims=True)
     used_GSK = jnp.broadcast_to(valid_GS[..., None], experts_GSK.shape)
     losses_G = balance_coefficient * balance_loss(probabilities_GSE, experts_GSK, used_GSK, valid_GS)
-    losses_G += z_coefficient * z_loss(logits_GSE, valid_GS)
     return Routing(experts_GSK, jnp.where(used_GSK, gates_GSK, 0.0), used_GSK, losses_G)
 
 

@@ -126,6 +126,12 @@ def test_a_layout_equals_one_device(router: str, layout: str) -> None:
         np.testing.assert_allclose(params[path], want, rtol=0, atol=2e-3 * np.abs(want).max() + 1e-5, err_msg=path)
 
 
+def test_groups_that_do_not_divide_a_sequence_are_refused() -> None:
+    message = r"^model\.experts\.group_tokens=8 must divide data\.sequence_length=12; nearest legal values: 6, or 0 for"
+    with pytest.raises(ValueError, match=message):
+        plan_of("gshard", {}, 1, data={"sequence_length": 12})
+
+
 def test_dropout_within_experts_changes_the_loss() -> None:
     dropped = one_device("switch")[0][0]["loss"]
     without = trace(plan_of("switch", {}, 1, dropout=0.0))[0][0]["loss"]
