@@ -17,10 +17,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.backend import has_float8_products, matrix_product_forms
+from jaxpar.backend import matrix_product_forms
 from jaxpar.config.schema import Config
+from jaxpar.execution_choices import VOCAB_MULTIPLE, attention_of, products_of, rules_of, vocabulary_of
 from jaxpar.optim import check_optimizer
-from jaxpar.parallel.attention import choose
 from jaxpar.parallel.auxiliary import LayerSums, parted
 from jaxpar.parallel.constrain import Execution, recorded_calls
 from jaxpar.parallel.layers import REMAT_POLICIES
@@ -28,7 +28,6 @@ from jaxpar.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
 from jaxpar.parallel.offload import host_sharding, in_host_memory, readable
 from jaxpar.parallel.pipeline.partition import EMPTY, in_rows
 from jaxpar.parallel.rules import LogicalAxes, Resolved, ShardingRules, Table, is_stacked, keeps_format, resolve
-from jaxpar.parallel.sequence_order import ZIGZAG_METHODS
 from jaxpar.pipeline_parts import ModelParts
 from jaxpar.pipeline_plan import PipelinePlan, check_schedule_name, plan_pipeline
 from jaxpar.requirements import (
@@ -39,9 +38,6 @@ from jaxpar.requirements import (
     check_offload,
     check_precision,
 )
-
-VOCAB_MULTIPLE = 128
-"""What the vocabulary is padded to, unless the model says otherwise: one number, so that meshes pad alike."""
 
 __all__ = ["ModelConfig", "Parameter", "Plan", "make_plan"]
 
@@ -241,13 +237,13 @@ def make_plan(config: Config, devices: Sequence[jax.Device], vocab_size: int) ->
     check_precision(config)
     check_idle_keys(config)
     check_checkpoints(config)
-    vocab_size, note = _vocabulary(config, vocab_size)
+    vocab_size, note = vocabulary_of(config, vocab_size)
     multiple = math.lcm(getattr(config.model, "vocab_multiple", VOCAB_MULTIPLE), sizes["tensor"])
     padded_vocab_size = math.ceil(vocab_size / multiple) * multiple
     mesh = make_mesh(sizes, devices)
-    rules, rule_notes = _rules(config, sizes)
-    attention, attention_note = _attention(config, sizes, devices[0].platform)
-    products, products_notes = _products(config, devices[0])
+    rules, rule_notes = rules_of(config, sizes)
+    attention, attention_note = attention_of(config, sizes, devices[0].platform)
+    products, products_notes = products_of(config, devices[0])
     execution = Execution(
         mesh=mesh,
         params=rules.params,
@@ -387,97 +383,3 @@ def _place(
 
     placed = jax.tree_util.tree_map_with_path(place, abstract_params)
     return tuple(jax.tree.leaves(placed, is_leaf=lambda leaf: isinstance(leaf, Parameter)))
-
-
-def _rules(config: Config, sizes: Mapping[str, int]) -> tuple[ShardingRules, list[str]]:
-    notes = []
-    tensor = ("tensor",)
-    kv_heads: tuple[str, ...] = tensor
-    num_kv_heads = getattr(config.model, "kv_heads", None)
-    if num_kv_heads is not None and num_kv_heads % sizes["tensor"]:
-        kv_heads = ()
-        notes.append(
-            f"model.num_kv_heads={num_kv_heads} does not divide by parallel.tensor={sizes['tensor']}: "
-            "every tensor device stores all key/value heads and uses its own"
-        )
-    sharing_heads: tuple[str, ...] = tensor
-    if config.parallel.context_method == "ulysses" and sizes["context"] > 1:
-        sharing_heads = ("tensor", "context")
-        shards = sizes["tensor"] * sizes["context"]
-        if num_kv_heads is not None and num_kv_heads % shards:
-            repeats = math.lcm(num_kv_heads, shards) // num_kv_heads
-            notes.append(
-                f'parallel.context_method="ulysses" needs heads for context={sizes["context"]} × tensor='
-                f"{sizes['tensor']} devices: each of model.num_kv_heads={num_kv_heads} is computed {repeats} times; it "
-                "is stored once"
-            )
-    residual = ("context", "tensor") if config.parallel.sequence_parallel else ("context",)
-    if config.parallel.sequence_parallel and sizes["tensor"] == 1:
-        notes.append("parallel.sequence_parallel=true changes nothing: tensor, over which it splits, has one device")
-    layers = ("pipe",) if sizes["pipe"] > 1 else ()
-    weights = {
-        "layers": layers, "vocab": tensor, "positions": (), "heads": tensor, "kv_heads": kv_heads, "head_dim": (),
-        "mlp": tensor, "norm": (), "vector": (), "experts": ("expert",), "router": (),
-    }  # fmt: skip
-    # ZeRO: stage 1 splits the optimizer's state, 2 gradients too, 3 parameters too.
-    whole, split = weights | {"embed": ()}, weights | {"embed": ("fsdp",)}
-    optimizer, gradients, params = (split if config.parallel.zero_stage >= stage else whole for stage in (1, 2, 3))
-    used = weights | {
-        "embed": (), "batch": BATCH_AXES, "sequence": ("context",), "residual_sequence": residual,
-        "attention_heads": sharing_heads,
-        "expert_batch": tuple(axis for axis in BATCH_AXES if axis != "expert"),
-    }  # fmt: skip
-    return ShardingRules(params=params, activations=used, optimizer=optimizer, gradients=gradients), notes
-
-
-def _vocabulary(config: Config, tokenizer_size: int) -> tuple[int, list[str]]:
-    declared = getattr(config.model, "vocab_size", 0)
-    if not declared or declared == tokenizer_size:
-        return tokenizer_size, []
-    if declared < tokenizer_size:
-        raise ValueError(
-            f"model.vocab_size={declared} is smaller than the tokenizer's {tokenizer_size} entries; "
-            f"set it to 0 (takes the tokenizer's) or to {tokenizer_size} or more"
-        )
-    return declared, [f"model.vocab_size={declared}: the tokenizer uses the first {tokenizer_size} entries"]
-
-
-def _attention(config: Config, sizes: Mapping[str, int], platform: str) -> tuple[str, str]:
-    model, method = config.model, config.parallel.context_method
-    shared = f"parallel.context_method={method} over context={sizes['context']}"
-    if sizes["context"] > 1 and method in ZIGZAG_METHODS:
-        return "blockwise", f"attention: {shared}, in tiles; each device has two chunks of a sequence, for equal work"
-    kernel, reason = choose(
-        config.kernels.attention,
-        platform={"cuda": "gpu", "rocm": "gpu"}.get(platform, platform),
-        sequence_length=config.data.sequence_length,
-        head_dim=getattr(model, "head_width", 0),
-        dtype=jnp.dtype(config.precision.compute),
-        has_segments=config.data.document_boundaries == "respect",
-        window=next((window for window in getattr(model, "windows", ()) if window), None),
-        softcap=getattr(model, "attention_softcap", 0.0) or None,
-    )
-    by_heads = f", {shared}" if sizes["context"] > 1 else ""
-    return kernel, f"attention: {kernel} ({reason}){by_heads}"
-
-
-def _products(config: Config, device: jax.Device) -> tuple[str, list[str]]:
-    precision = config.precision
-    if precision.products == "compute":
-        if precision.emulate_float8:
-            raise ValueError(
-                f"precision.emulate_float8=true has nothing to emulate with precision.products={precision.products!r}; "
-                "set precision.products='float8', or precision.emulate_float8=false"
-            )
-        return "compute", []
-    formats = "layers' matrix products: float8 (e4m3, gradients e5m2)"
-    if has_float8_products(device):
-        return "float8", [f"{formats}, which {device.device_kind} multiplies natively"]
-    if precision.emulate_float8:
-        how = f"operands are rounded to float8 and multiplied in {precision.compute}, which is slower"
-        return "emulated_float8", [f"{formats}, emulated on {device.device_kind}: {how}"]
-    raise ValueError(
-        f"precision.products={precision.products!r} needs float8 products, which an NVIDIA GPU of compute capability "
-        f"8.9 or higher and a TPU v7 have and this device ({device.device_kind}) has not; "
-        "set precision.emulate_float8=true to emulate them, or precision.products='compute'"
-    )

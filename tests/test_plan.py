@@ -190,7 +190,7 @@ def test_float8_products_are_native_where_the_device_has_them_and_emulated_where
     assert any(
         "emulated on cpu" in note and "multiplied in bfloat16, which is slower" in note for note in emulated.notes
     )
-    monkeypatch.setattr("jaxpar.plan.has_float8_products", lambda device: True)
+    monkeypatch.setattr("jaxpar.execution_choices.has_float8_products", lambda device: True)
     for emulate in (False, True):
         native = _float8_plan(products="float8", emulate_float8=emulate)
         assert native.execution.products == "float8"

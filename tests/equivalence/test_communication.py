@@ -122,7 +122,7 @@ def test_emulated_float8_adds_scalars_only(config_for):
 
 def test_native_float8_halves_the_gathers_of_layers_weights(config_for, monkeypatch):
     """By formula, against bfloat16; XLA:CPU moves float8 as float32."""
-    monkeypatch.setattr("jaxpar.plan.has_float8_products", lambda device: True)
+    monkeypatch.setattr("jaxpar.execution_choices.has_float8_products", lambda device: True)
     gathered = {}
     for products in ("compute", "float8"):
         precision = {"compute": "bfloat16", "products": products}

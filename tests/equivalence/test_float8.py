@@ -18,7 +18,7 @@ def test_a_layout_rounds_as_one_device_does(native, zero_stage, reference, layou
     """The first step. A sum in another order can still round an entry of an operand the other way, which moves a
     gradient by a small part of what float8 moves it (a fifth), and grows from step to step. XLA:CPU multiplies float8,
     if not natively."""
-    monkeypatch.setattr("jaxpar.plan.has_float8_products", lambda device: native)
+    monkeypatch.setattr("jaxpar.execution_choices.has_float8_products", lambda device: native)
     found = layout_run("llama", LAYOUT | {"zero_stage": zero_stage}, precision=EMULATED)
     expected = reference("llama", products="float8")
     assert max(relative(found.gradients, expected.gradients).values()) < 0.02
